@@ -361,9 +361,7 @@ def _resolve(policy: object, device_type: str, enabled: bool) -> _Resolved:
     if device_type not in AUTOCAST_KEYS:
         raise _unknown_device(device_type)
     if enabled and device_type in active_policy.label_devices():
-        raise UsageError(
-            f"mezzo.autocast: this computer has no {device_type!r}. Use {default_device_type()!r}."
-        )
+        raise UsageError(f"mezzo.autocast: no {device_type!r} device here. Use {default_device_type()!r}.")
     if isinstance(policy, str) and policy.partition(":")[0] in _DEVICES:  # cuda:0, gpu
         raise _unknown_device(policy)
     if isinstance(policy, torch.dtype) and not enabled:
