@@ -87,6 +87,23 @@ def test_nested_contexts():
         assert probe() == IN_BF16
 
 
+@pytest.mark.parametrize("device", sorted({"xpu", "mps", "hpu", "mtia"} & {*active_policy.label_devices()}))
+def test_a_disabled_context_of_an_absent_device_changes_nothing(device):
+    for ask in (torch.autocast, mezzo.autocast):
+        for arguments in ({}, {"dtype": BF16}, {"dtype": FP16, "cache_enabled": False}):
+            with ask(device, enabled=False, **arguments):
+                assert probe() == IN_FP32
+                assert not torch.is_autocast_enabled(device)
+    with pytest.raises(UsageError, match=f"no '{device}'"):
+        mezzo.autocast(device)
+    for op in ("exp", "log", "sum", "prod", "cumsum", "cosh", "sinh", "tan", "acos", "asin"):
+        with mezzo.autocast(f"{LOW},op.{op}=lower", "cpu"):  # enough policies for a label on several devices
+            before = active_policy.label()
+            with mezzo.autocast("auto", device, enabled=False), mezzo.autocast(device, enabled=False):
+                assert (active_policy.label(), probe()) == (before, IN_LOW)
+    assert any(dtype is not None for _, dtype in active_policy.label_state(before)[2:])
+
+
 def test_torch_contexts_inside_and_around():
     with mezzo.autocast("bf16"):
         with torch.autocast("cpu", enabled=False):

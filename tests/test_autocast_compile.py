@@ -92,6 +92,22 @@ def test_a_context_inside_a_compiled_function(function, backend):
     torch.testing.assert_close(x.grad, y.grad, rtol=5e-2, atol=5e-2)
 
 
+def test_a_disabled_context_of_an_absent_device_in_a_compiled_function():
+    ops = ("exp", "log", "sum", "prod", "cumsum", "cosh", "sinh", "tan", "acos", "asin")
+    own = "fp16,op.asin=lower"
+    for spec in (*(f"bf16,op.{op}=lower" for op in ops), own):  # enough for a label on several devices
+        with mezzo.autocast(spec, "cpu"):
+            state = active_policy.label_state(active_policy.label())
+    used = [device for device, dtype in state[2:] if dtype is not None]
+
+    def function(x):
+        with mezzo.autocast(own, "cpu"), mezzo.autocast(used[0], enabled=False):
+            return body(x)
+
+    compiled = torch.compile(function, fullgraph=True, backend="eager")
+    assert formats(compiled(X)) == formats(function(X)) == [torch.float16, FP32]
+
+
 @BACKENDS
 def test_a_context_around_a_compiled_call_and_its_change(backend):
     compiled = torch.compile(body, fullgraph=True, backend=backend)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import re
 
@@ -102,6 +103,14 @@ def test_autocast_refuses_module_patterns_until_they_are_applied_to_a_model(tmp_
         mezzo.autocast("cpu", dtype=chosen)
     with apply_module_overrides(net, chosen, "cpu"):
         assert mezzo.autocast(chosen, "cpu").policy == chosen
+    with pytest.raises(UsageError, match=r"module\.hea\*=fp32"):
+        mezzo.autocast(chosen, "cpu")
+    apply_module_overrides(other := copy.deepcopy(net), chosen, "cpu")
+    assert mezzo.autocast(chosen, "cpu").policy == chosen
+    del other
+    gc.collect()
+    with pytest.raises(UsageError, match=r"module\.hea\*=fp32"):
+        mezzo.autocast(chosen, "cpu")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,19 @@ def test_records_that_cannot_be_written(records: object) -> None:
     model = nn.Linear(3, 2)
     with refused(UsageError, f"records is {records!r}", "'run.jsonl'"):
         MixedPrecision(model, torch.optim.SGD(model.parameters()), "bf16", records=records)
+
+
+def test_a_constructor_that_fails_leaves_the_records_of_an_earlier_run(tmp_path: Path) -> None:
+    file = tmp_path / "run.jsonl"
+    file.write_text("an earlier run")
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adadelta(model.parameters())
+    with refused(UsageError, "release_gradients"):
+        MixedPrecision(model, optimizer, "bf16", release_gradients=True, device_type="cpu", records=file)
+    assert file.read_text() == "an earlier run"
+    for records in (file, os.devnull):  # a device can't be truncated
+        MixedPrecision(model, optimizer, "bf16", device_type="cpu", records=records).close()
+    assert file.read_text() == ""
 
 
 def test_a_skipped_step_brings_the_finding(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -233,10 +233,7 @@ model(torch.ones(2, 128)).sum().backward()
 @pytest.mark.parametrize("name", BLOCKS)
 def test_layers_compute_in_bf16_where_sizes_do_not_fit_and_say_so(name: str, launch: Any) -> None:
     """In `explain`, which knows the sizes of lazy layers, and in the summary of a run."""
-    first, second = nn.Linear(128, 128), nn.Linear(128, 60)
-    if name == "mxfp8":  # NVFP4 takes two lazy layers for equal blocks
-        first, second = nn.LazyLinear(128), nn.LazyLinear(60)
-    model = nn.Sequential(first, second, nn.Linear(60, 4))
+    model = nn.Sequential(nn.LazyLinear(128), nn.LazyLinear(60), nn.Linear(60, 4))
     explained = str(mezzo.explain(model, torch.ones(2, 128), precision=name))
     for text in (explained, launch(SCRIPT, policy=name).err):
         for part in (
@@ -340,6 +337,24 @@ def test_batched_weights_of_experts_need_a_line_of_the_policy(precision: str) ->
             trained(precision, experts())
         precision = f"{precision},module.experts=bf16"
     assert trained(precision, mixture()) is not None
+
+
+def test_a_tied_head_that_a_policy_names_is_refused_with_the_reason() -> None:
+    """The weight of an embedding is not quantized. `explain` lists such a head; a wider pattern may match it."""
+    model = nn.Sequential(nn.Embedding(32, 64), nn.Linear(64, 64), nn.Linear(64, 32))
+    model[2].weight = model[0].weight
+
+    def made(text: str) -> mezzo.MixedPrecision:
+        return mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), text)
+
+    for text in ("nvfp4,module.2=nvfp4", "mxfp8,module.*=bf16,module.2=mxfp8"):
+        with refused(
+            UsageError, text.rpartition(",")[2], "2 has the weight of the embedding 0", "module.2=bf16"
+        ):
+            made(text)
+        assert "also in linear products" in str(mezzo.explain(model, torch.ones(2, 2).int(), precision=text))
+    for text in ("nvfp4", "fp8,module.*=fp8", "mxfp8,module.2=bf16", "bf16,module.2=mxfp8"):
+        made(text)
 
 
 def test_which_blocks_are_the_last() -> None:

@@ -39,17 +39,34 @@ EVERYWHERE = {  # optimizers that both ranks have, in the order of their first s
     "slow": 2,
     "only_here": None,
 }
-CASES = [*(case for case in EVERYWHERE if "," not in case), "ddp_joined", "ddp_joined_closure"]
+CASES = [*(case for case in EVERYWHERE if "," not in case), "ddp_joined", "ddp_joined_closure", "hand_local"]
+
+
+def ran(folder: Path, cases: list[str], count: int) -> list[tuple[dict[str, list[str]], str]]:
+    """The results and messages of cases of ``scripts/several_ranks.py`` on each rank."""
+    script = str(Path(__file__).parent / "scripts" / "several_ranks.py")
+    words = ["-m", "mezzo", "run", "--precision", "fp16", "--records=run{rank}.jsonl", script]
+    words += [str(folder / "meeting"), str(count), *cases]
+    return [(json.loads(out), err) for out, err in processes(words, folder, seconds=200, count=count)]
 
 
 @pytest.fixture(scope="module")
 def several(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[dict[str, list[str]], str]]]:
-    """The folder of a run of all cases of ``scripts/several_ranks.py``; its results and messages on each rank."""
+    """The folder of a run of all cases on two ranks, and what they gave."""
     folder = tmp_path_factory.mktemp("several")
-    script = str(Path(__file__).parent / "scripts" / "several_ranks.py")
-    words = ["-m", "mezzo", "run", "--precision", "fp16", "--records=run{rank}.jsonl", script]
-    told = processes([*words, str(folder / "meeting"), *CASES], folder, seconds=200)
-    return folder, [(json.loads(out), err) for out, err in told]
+    return folder, ran(folder, CASES, 2)
+
+
+@pytest.mark.nightly
+def test_three_ranks_agree_and_name_the_one_that_overflowed(tmp_path: Path) -> None:
+    """One of them owns no parameter that is trained, under `ZeroRedundancyOptimizer`."""
+    cases = ["hand_cleaned", "hand_hooked", "zero"]
+    first, *others = (results for results, _ in ran(tmp_path, cases, 3))
+    assert others == [first, first]
+    for rank in range(3):
+        updates = [r for r in read(tmp_path / f"run{rank}.jsonl") if isinstance(r, UpdateRecord)]
+        skipped = [(r.optimizer, r.skipped, "rank 1" in r.reason) for r in updates if r.skipped]
+        assert skipped == [(number, True, True) for number in range(len(cases))]
 
 
 @pytest.mark.heavy

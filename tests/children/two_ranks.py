@@ -141,11 +141,13 @@ def said() -> None:
     ranks = anything()
     for found, began, words in (
         ([0, 1], None, "rank 1"),
+        ([1, 0], None, "rank 0"),
         ([1, 1], [0, 1], "rank 1"),
         ([1, 1], None, "2 ranks"),
         ([0, 1], [1, 0], "rank 0"),
         ([1, 1], [0, 0], "2 ranks after the reduction"),
         ([0, 1], [0, 0], "rank 1 after the reduction"),
+        ([1, 0], [0, 0], "rank 0 after the reduction"),
     ):
         source = None if began is None else torch.tensor(bool(began[RANK]))
         by = named(ranks.agreed(torch.tensor(float(found[RANK])), began=source).by)

@@ -1,6 +1,7 @@
 """A training script on gloo ranks: each case trains a model, plants an overflow, and prints what its weights became.
 
-Arguments: a file for the ranks to meet at, and the cases. The environment has RANK. Run it under ``mezzo run``.
+Arguments: a file for the ranks to meet at, their number, and the cases. The environment has RANK. Run it under
+``mezzo run``.
 """
 
 from __future__ import annotations
@@ -194,6 +195,23 @@ def hand_twice() -> Any:
     return weights(net.parameters())
 
 
+def hand_local() -> Any:
+    """Gradients are reduced in the first step only, in tensors that stay, and the weights at the end."""
+    net = network()
+    optimizer = sgd(net.parameters())
+    for step in range(4):
+        optimizer.zero_grad(set_to_none=False)
+        next(iter(squared(net)(step))).backward()
+        if step == 0:
+            reduce_each(net)
+        before = weights(net.parameters())
+        optimizer.step()
+        assert (weights(net.parameters()) == before) == ((step, RANK) == (2, 1))
+    for p in net.parameters():
+        dist.all_reduce(p.data)
+    return weights(net.parameters())
+
+
 class TwoOutputs(nn.Module):
     """A loss, an output that the loss does not use, and a parameter without a gradient."""
 
@@ -341,8 +359,10 @@ def only_here() -> Any:
 
 
 def main() -> None:
-    dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=RANK, world_size=2)
-    print(json.dumps({name: globals()[name]() for name in sys.argv[2:]}))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{sys.argv[1]}", rank=RANK, world_size=int(sys.argv[2])
+    )
+    print(json.dumps({name: globals()[name]() for name in sys.argv[3:]}))
     sys.stdout.flush()
     dist.barrier()
     gc.collect()  # see ../children/leaving.py

@@ -244,8 +244,8 @@ def strict(value: Any) -> Any:
 class RecordWriter:
     """Appends records to a file, flushing each line. A forked child (a DataLoader worker) writes nothing."""
 
-    def __init__(self, path: Path) -> None:
-        self._file: IO[str] = path.open("w", encoding="utf-8", buffering=1)
+    def __init__(self, path: Path, mode: str = "w") -> None:
+        self._file: IO[str] = path.open(mode, encoding="utf-8", buffering=1)
         self._pid = os.getpid()
         finalize(self, self._file.close)
 
@@ -259,15 +259,15 @@ class RecordWriter:
         self._file.close()
 
 
-def writer_of(given: RecordWriter | str | os.PathLike[str] | None, where: str) -> RecordWriter | None:
-    """The writer for an argument: itself, or one to a new file at a path; UsageError if it is neither."""
+def writer_of(given: Any, where: str, mode: str = "w") -> RecordWriter | None:
+    """The writer for an argument: itself, or one to a file at a path; UsageError if it is neither."""
     if given is None or callable(getattr(given, "write", None)):
         return cast("RecordWriter | None", given)
     fix = "Use a path such as 'run.jsonl', or a mezzo.TensorBoardWriter."
     if not isinstance(given, (str, os.PathLike)):
         raise UsageError(f"{where} is {given!r}. {fix}")
     try:
-        return RecordWriter(Path(given))
+        return RecordWriter(Path(given), mode)
     except OSError as error:
         raise UsageError(f"{where} is {os.fspath(given)!r}: {error.strerror}. {fix}") from error
 

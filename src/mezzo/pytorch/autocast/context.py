@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, NamedTuple, NoReturn, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -44,7 +45,7 @@ _STORAGE = ("params=", "masters=", "state=", "loss_scale=", "reduce=")  # settin
 _DEVICES = {name: name for name in AUTOCAST_KEYS} | {"gpu": "cuda"}
 _Outside = tuple[active_policy.Transition, bool, torch.dtype, bool | None]
 
-applied: set[tuple[str, str]] = set()  # the module patterns that `apply_module_overrides` has applied
+applied: WeakKeyDictionary[Any, tuple[tuple[str, str], ...]] = WeakKeyDictionary()  # override -> its patterns
 _contexts: dict[tuple[Any, ...], Context] = {}  # one object for all calls with the same arguments
 
 _get_ident = threading.get_ident
@@ -111,8 +112,8 @@ def autocast(
         policy, device_type = _as_in_torch(policy, device_type, dtype)
     if type(policy) is Policy or type(device_type) is Policy:
         given = policy if type(policy) is Policy else cast("Policy", device_type)
-        if not _is_dynamo_compiling() and not applied.issuperset(given.modules):
-            raise _without_model(given)
+        if not _is_dynamo_compiling() and (missing := set(given.modules).difference(*applied.values())):
+            raise _without_model(given, *missing)
     elif not _is_dynamo_compiling():  # the usual call, without a call of `context_of`
         known = _contexts.get((policy, device_type, enabled, cache_enabled, _native_key()))
         if known is not None:
@@ -234,6 +235,8 @@ class Context:
             genuine = torch.autocast(self.device_type, resolved.dtype)  # makes PyTorch's checks, and warns
             self.is_as_asked = genuine._enabled
         self.policy, self._enabled, self._dtype = resolved if self.is_as_asked else _OFF
+        # A disabled one, which must leave the device's switch alone: it may be a digit of the label.
+        self._is_absent = self.device_type in active_policy.label_devices()
         self._cache_enabled = cache_enabled
         self._transitions: dict[int, active_policy.Transition] = {}  # by the label outside
         self._entered: dict[int, list[_Outside]] = {}  # by thread: the state outside, once per entry
@@ -253,7 +256,7 @@ class Context:
                 raise
             self._transitions[before] = transition
         enabled, dtype = _is_enabled(device), _get_dtype(device)
-        if enabled is not self._enabled:
+        if enabled is not self._enabled and not self._is_absent:
             _set_enabled(device, self._enabled)
         if self._dtype is not None and self._dtype is not dtype:
             _set_dtype(device, self._dtype)
@@ -357,9 +360,8 @@ def default_device_type() -> str:
 def _resolve(policy: object, device_type: str, enabled: bool) -> _Resolved:
     if device_type not in AUTOCAST_KEYS:
         raise _unknown_device(device_type)
-    if device_type in active_policy.label_devices():
-        here = default_device_type()
-        raise UsageError(f"mezzo.autocast: this computer has no {device_type!r} device. Use {here!r}.")
+    if enabled and device_type in active_policy.label_devices():
+        raise UsageError(f"mezzo.autocast: no {device_type!r} device here. Use {default_device_type()!r}.")
     if isinstance(policy, str) and policy.partition(":")[0] in _DEVICES:  # cuda:0, gpu
         raise _unknown_device(policy)
     if isinstance(policy, torch.dtype) and not enabled:
@@ -397,8 +399,8 @@ def _resolve(policy: object, device_type: str, enabled: bool) -> _Resolved:
     return _Resolved(resolved, True, dtype_of(resolved.activations))
 
 
-def _without_model(policy: Policy) -> UsageError:
-    pattern, fmt = next((pair for pair in policy.modules if pair not in applied), policy.modules[0])
+def _without_model(policy: Policy, *missing: tuple[str, str]) -> UsageError:
+    pattern, fmt = min(missing or policy.modules)
     return UsageError(
         f"mezzo.autocast('{policy}'): module.{pattern}={fmt} needs the model, which mezzo.autocast does not know. Use "
         f"mezzo.MixedPrecision(model, optimizer, '{policy}').autocast(), or call that module inside "
@@ -415,8 +417,8 @@ def _traced(
 ) -> Iterator[None]:
     """The context as Dynamo traces it: nested `torch.autocast` objects."""
     mha = torch.backends.mha
-    with _nested(_settings(policy, device_type, enabled, cache_enabled, _label_now())):
-        by_parts = mha._is_fastpath_enabled and _label_by_parts()
+    with _nested(_settings(policy, device_type, enabled, cache_enabled, _label())):
+        by_parts = mha._is_fastpath_enabled and active_policy.is_by_parts(_label())
         if by_parts:
             mha._is_fastpath_enabled = False
         try:
@@ -434,14 +436,6 @@ def _nested(settings: tuple[tuple[str, torch.dtype, bool, bool | None], ...]) ->
             yield
     else:
         yield
-
-
-def _label_now() -> int:
-    return active_policy.label()
-
-
-def _label_by_parts() -> bool:
-    return active_policy.is_by_parts(active_policy.label())
 
 
 def _is_eager_only(policy: Any, device_type: str | None, enabled: bool) -> bool:
@@ -466,11 +460,12 @@ def _settings(
         (device, digit or torch.bfloat16, digit is not None, cache_enabled)
         for device, digit in active_policy.label_state(code)
     )
-    return (*label, (context.device_type, dtype, context._enabled, cache_enabled))
+    own = (context.device_type, dtype, context._enabled, cache_enabled)
+    return (*label,) if context._is_absent else (*label, own)
 
 
 # Constants while tracing, as by `torch.compiler.assume_constant_result`, without importing the compiler. Dynamo guards
 # their arguments, and the autocast state from which the label is read.
-_constants: tuple[Any, ...] = (_label_now, _label_by_parts, _is_eager_only, _settings)
+_constants: tuple[Any, ...] = (_label, active_policy.is_by_parts, _is_eager_only, _settings)
 for _constant in _constants:
     _constant._dynamo_marked_constant = True

@@ -59,7 +59,6 @@ def apply_module_overrides(
     for pattern, _ in policy.modules:
         if not any(matches(pattern, path) for path in paths):
             raise no_such_module(pattern, paths)
-    applied.update(policy.modules)
     formats = {path: found for path in paths if (found := policy.format_for_module(path)) is not None}
     device = default_device_type() if device_type is None else device_type
     for path, fmt in formats.items():
@@ -80,6 +79,7 @@ class _Override:
         self._policy = policy
         self._device_type = device_type
         self.before = module.__dict__.get("forward")
+        applied[self] = policy.modules
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.before
@@ -138,10 +138,15 @@ def no_such_module(pattern: str, paths: Iterable[str], of: str = "the model") ->
 
 def heads_of(model: nn.Module) -> tuple[str, ...]:
     """The paths of a model's last `nn.Linear` in the order of definition, and of those with tied embeddings."""
+    layers = [path for name, path, _, _ in _linear_layers(model) if path and name == path]
+    return tuple(dict.fromkeys([*_tied(model), *layers[-1:]]))
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """The path of each linear layer that has the weight of an embedding, and the embedding's."""
+    layers = {path: id(each.weight) for name, path, each, _ in _linear_layers(model) if path and name == path}
     embedded = _tables(model)
-    layers = [(name, each) for name, path, each, _ in _linear_layers(model) if path and name == path]
-    tied = [path for path, layer in layers if id(layer.weight) in embedded]
-    return tuple(dict.fromkeys([*tied, *(path for path, _ in layers[-1:])]))
+    return {path: embedded[weight] for path, weight in layers.items() if weight in embedded}
 
 
 def _tables(model: nn.Module) -> dict[int, str]:
@@ -150,20 +155,27 @@ def _tables(model: nn.Module) -> dict[int, str]:
     return {id(module.weight): path for path, module in named if isinstance(module, nn.Embedding)}
 
 
-def with_heads(policy: Policy, model: nn.Module, *, allow_experts: bool = False) -> Policy:
+def with_heads(policy: Policy, model: nn.Module, *, strict: bool = True) -> Policy:
     """The policy for this model: where factors are quantized with ``module.PATH=bf16`` for each head without a pattern,
     and for the last blocks, where the recipe leaves them in bf16.
 
     Raises:
         UsageError: a batch of matrices, as of experts, would be quantized if it were linear layers, and no pattern
-            matches its module; with `allow_experts` such a batch stays in bf16.
+            matches its module; or the policy names a tied head as quantized. Not `strict`: these stay in bf16.
     """
     if policy.compute in QUANTIZED:
         wide = dict.fromkeys((*heads_of(model), *last_blocks_of(model, policy.quantization.last_blocks)))
         paths = [path for path in wide if is_pattern(path) and policy.format_inside(path) is None]
         if paths:
             policy = replace(policy, modules=(*((path, "bf16") for path in paths), *policy.modules))
-    for path, name, shape in () if allow_experts else _batched(model):
+    for path, table in _tied(model).items() if strict and policy.compute in QUANTIZED else ():
+        fmt = policy.format_for_module(path)
+        if fmt in QUANTIZED and (path, fmt) in policy.modules:
+            raise UsageError(
+                f"policy: module.{path}={fmt}: {path} has the weight of the embedding {table}, which {policy.compute} "
+                f"leaves in bf16. Write module.{path}=bf16, or give {path} a weight of its own."
+            )
+    for path, name, shape in _batched(model) if strict else ():
         fmt, where = policy.format_inside(path) or policy.compute, f"module.{path}="
         if fmt not in QUANTIZED or policy.format_for_module(path) is not None:
             continue
@@ -183,12 +195,15 @@ def with_heads(policy: Policy, model: nn.Module, *, allow_experts: bool = False)
 
 def last_blocks_of(model: nn.Module, share: float) -> list[str]:
     """The paths of the last blocks of a model, at least one: `share` of the longest run of modules of one class in a
-    list, of equally long runs the last. A module that is there several times is one.
+    list, of equally long runs the last. A module that is there several times is one. A lazy module has the class that
+    it becomes, so that its first call changes nothing.
     """
     found: list[str] = []
     for path, module in model.named_modules() if share else ():
         children = module.named_children() if isinstance(module, (nn.ModuleList, nn.Sequential)) else ()
-        for _, run in itertools.groupby(children, lambda child: type(child[1])):
+        for _, run in itertools.groupby(
+            children, lambda child: getattr(child[1], "cls_to_become", None) or type(child[1])
+        ):
             blocks = list(run)
             if len(blocks) > 1 and len(blocks) >= len(found) and next(_linear_layers(blocks[0][1]), None):
                 found = [joined(path, name) for name, _ in blocks]

@@ -125,7 +125,7 @@ def explain(
     tensors = [*model.parameters(), *model.buffers(), *inputs, *kwargs.values()]
     device_type = next((str(t.device.type) for t in tensors if isinstance(t, torch.Tensor)), "cpu")
     context = context_of(policy_of(precision).at(0), device_type)
-    policy = with_heads(context.policy or policy_of("fp32"), model, allow_experts=True)
+    policy = with_heads(context.policy or policy_of("fp32"), model, strict=False)
     notes = list(policy.notes)
     if isinstance(precision, (str, Policy)) and policy_of(precision).compute == "auto":
         notes.append(f"auto selects {policy.compute} here. mezzo.MixedPrecision also times it against fp32.")

@@ -109,7 +109,7 @@ def refuse_replaced(optimizer: Optimizer) -> None:
     """Raise a UsageError for an optimizer with parameters that `fully_shard` has replaced by others in their model."""
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if not is_spread(param) and hasattr(param, "_fsdp_orig_uid"):
+            if hasattr(param, "_fsdp_orig_uid") and not is_spread(param):
                 raise UsageError(
                     f"{type(optimizer).__name__}: this optimizer was created before fully_shard, which replaced a "
                     f"parameter of shape {list(param.shape)} by a DTensor, which would not be trained. Create it "

@@ -67,6 +67,7 @@ class Overflows:
         if torch._C._current_graph_task_id() == -1:
             self.latest = found.spent
         found.spent = self.latest
+        self._session.ranks.backward_begins(leaves)
         for index, (leaf, owner) in enumerate(zip(leaves, self._session.ranks.owners(leaves))):
             key = id(owner)
             # A gathered parameter's gradients may be kept unsharded, where only `fully_shard` sees them.
@@ -212,11 +213,10 @@ class Steps:
                 self.storage.adopt(optimizer)
             is_swapped = isinstance(optimizer, WithMasters) and optimizer._is_swapped
             has_masters = isinstance(optimizer, (Adopted, WithMasters)) and not is_swapped
-            if has_masters and type(optimizer).step is not stepping:
-                # `optimizer.step` from before the optimizer got masters (as in `torch.compile(optimizer.step)`):
-                # torch's own step would move 16-bit weights without their masters.
-                return optimizer.step(*args, **kwargs)
-            if session.request.masters and self.masters.supply(optimizer):
+            # `optimizer.step` from before the optimizer got masters (as in `torch.compile(optimizer.step)`):
+            # torch's own step would move 16-bit weights without their masters.
+            is_former = has_masters and type(optimizer).step is not stepping
+            if is_former or (session.request.masters and self.masters.supply(optimizer)):
                 return optimizer.step(*args, **kwargs)
             # Part of a step that its ranks have decided: ZeroRedundancyOptimizer has an inner optimizer on each rank.
             outers = [one.optimizer() for one in self._known.values() if one.inside]
@@ -373,14 +373,13 @@ class Steps:
             back_off,
             copies=copies,
         )
+        reason = f"closure run again {again} times at a smaller loss scale" if again else ""
         if skipped:
+            reason = f"a gradient of the closure was not finite{self.overflows.where}"
             if again and isinstance(session.scale, DynamicLossScale):  # no smaller scale helped
                 session.scale = replace(session.scale, scale=scale)
-            why = f"a gradient of the closure was not finite{self.overflows.where}"
-            self._done(optimizer, moved=False, scale=scale, reason=why, seen=seen)
-            return result
-        reason = f"closure run again {again} times at a smaller loss scale" if again else ""
-        self._done(optimizer, moved=True, scale=session.scale.scale, reason=reason, seen=[])
+        scale = scale if skipped else session.scale.scale
+        self._done(optimizer, moved=not skipped, scale=scale, reason=reason, seen=seen)
         return result
 
     @not_traced

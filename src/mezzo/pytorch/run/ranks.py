@@ -17,7 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -69,13 +69,18 @@ class RunRanks:
             return distributed.ALONE
         groups = [module.process_group for module in self._wrapped(params) if not distributed.joins(module)]
         # The script has reduced some gradients by hand.
-        grads = [p.grad for p in params if p.grad is not None and _has_storage(p.grad)]
-        stored = (StorageWeakRef(grad.untyped_storage()) for grad in grads)
+        stored = [StorageWeakRef(p.grad.untyped_storage()) for p in params if _has_storage(p.grad)]
         by_hand = [self._reduced[one] for one in stored if one in self._reduced]
         in_closure = () if self.averages_only(params) else self.of_closure or ()  # `join` reduces by itself
         ranks = distributed.ranks_of(params, dict.fromkeys([*groups, *by_hand, *in_closure]))
         self.any |= bool(ranks)
         return ranks
+
+    def backward_begins(self, leaves: Iterable[Tensor]) -> None:
+        """These leaves are about to receive gradients of this rank: sums with reduced ones are not reduced."""
+        for leaf in leaves if self._reduced else ():
+            if _has_storage(leaf.grad):
+                self._reduced.pop(StorageWeakRef(leaf.grad.untyped_storage()), None)
 
     def of_graph(self, leaves_of: Callable[[Any], list[Tensor]], roots: Any) -> Ranks:
         """The ranks that run a backward pass through this graph together, because it gathers parameters."""
@@ -98,7 +103,7 @@ class RunRanks:
         """A step of these parameters is over."""
         if skipped:
             distributed.forget_errors(distributed.hook_memories(self._wrapped(params)))
-        # A gradient that lives on stays reduced: another optimizer may step by it, too.
+        # A gradient that lives on stays reduced until the next backward: another optimizer may step by it, too.
         self._reduced = {one: group for one, group in self._reduced.items() if not one.expired()}
 
     def patch(self, session: Session, patches: Patches, *, scales: bool) -> None:
@@ -147,7 +152,7 @@ def all_without_gradients(session: Session, ranks: Ranks) -> None:
         time.sleep(0.01)
 
 
-def _has_storage(tensor: Any) -> bool:
+def _has_storage(tensor: Any) -> TypeGuard[Tensor]:
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 

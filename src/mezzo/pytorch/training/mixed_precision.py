@@ -33,6 +33,7 @@ from mezzo.pytorch.auto import TrialDecision
 from mezzo.pytorch.autocast.context import Context
 from mezzo.pytorch.kernels.not_traced import breaks_graph
 from mezzo.pytorch.monitor.operations import users_line
+from mezzo.pytorch.monitor.overflow_tracer import ALARMS
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.state_dicts import FirstStates
 from mezzo.pytorch.optim.with_masters import WithMasters
@@ -194,7 +195,8 @@ class MixedPrecision:
             _ALIVE.difference_update(replaced)
             self._resolved = ResolvedPrecision(model, asked, device_type, scale, why)
             undo.callback(self._resolved.end)
-            self._journal = Journal(writer_of(distributed.own_path(records), "MixedPrecision: records"))
+            own = distributed.own_path(records)
+            self._journal = Journal(writer_of(own, "MixedPrecision: records", "a"))
             self._findings: deque[OverflowReport] = deque(maxlen=100)
             self._warned: bool | None = None  # whether the last warning named the place
             self._told: set[str] = set()  # warnings that come once
@@ -218,6 +220,10 @@ class MixedPrecision:
         self._journal.also(self._observing.drain)
         self._stop_observing = finalize(self, self._observing.undo)
         self._stop_observing.atexit = False
+        if isinstance(
+            own, (str, os.PathLike)
+        ):  # emptied last: an error above leaves an earlier run's records
+            open(own, "w").close()
         _ALIVE.add(self)
 
     def _train(self, optimizer: Optimizer, policy: Policy, release: bool) -> None:
@@ -576,7 +582,7 @@ class MixedPrecision:
                 warnings.warn(
                     f"MixedPrecision: update {self._journal.updates - 1} "
                     f"{'was skipped' if skipped is True else 'stepped from a loss that is NaN or infinite'}: "
-                    f"{finding.sentence}.{finding.advice} {more} are only in mp.findings.",
+                    f"{finding.sentence}.{finding.advice} {more} are only in mp.findings, {ALARMS} in all.",
                     stacklevel=3,
                 )
         return result
