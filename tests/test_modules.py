@@ -107,6 +107,9 @@ def test_autocast_refuses_module_patterns_until_they_are_applied_to_a_model(tmp_
         mezzo.autocast(chosen, "cpu")
     apply_module_overrides(other := copy.deepcopy(net), chosen, "cpu")
     assert mezzo.autocast(chosen, "cpu").policy == chosen
+    other = copy.deepcopy(other)
+    gc.collect()
+    assert mezzo.autocast(chosen, "cpu").policy == chosen
     del other
     gc.collect()
     with pytest.raises(UsageError, match=r"module\.hea\*=fp32"):

@@ -30,7 +30,6 @@ from mezzo.core.records import IN_NO_LAYER
 from mezzo.pytorch.autocast import active_policy
 from mezzo.pytorch.autocast.context import applied, context_of, default_device_type
 from mezzo.pytorch.dtypes import SIXTEEN_BITS
-from mezzo.pytorch.monitor.module_paths import joined
 from mezzo.pytorch.nested import changed
 
 
@@ -81,6 +80,10 @@ class _Override:
         self.before = module.__dict__.get("forward")
         applied[self] = policy.modules
 
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of a copied model
+        self.__dict__.update(state)
+        applied[self] = self._policy.modules
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.before
         if forward is None:
@@ -118,6 +121,11 @@ _is_active._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def to_fp32(value: Any) -> Any:
     """`value` with each bf16 or fp16 tensor in it replaced by `tensor.float()`; the value itself if there is none."""
     return changed(value, lambda t: t.float() if isinstance(t, Tensor) and t.dtype in SIXTEEN_BITS else t)
+
+
+def joined(path: str, name: str) -> str:
+    """A path and a name below it; either may be empty."""
+    return f"{path}.{name}" if path and name else path or name
 
 
 def fitting(policy: Policy, model: torch.nn.Module) -> Policy:

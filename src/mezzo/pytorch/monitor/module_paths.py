@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mezzo.pytorch.autocast.modules import joined
+
 # A wrapper keeps what it wraps under one of these names: torch.compile, FSDP, torch's CheckpointWrapper.
 _WRAPPED = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
@@ -44,11 +46,6 @@ def parameter_paths(model: nn.Module) -> dict[int, tuple[str, str]]:
 def path_of(part: nn.Module, model: nn.Module) -> str | None:
     """The path of a module in a model; None if it is not in it."""
     return next((path for path, module in walk(model, inside=True) if module is part), None)
-
-
-def joined(path: str, name: str) -> str:
-    """A path and a name below it; either may be empty."""
-    return f"{path}.{name}" if path and name else path or name
 
 
 def is_opaque(module: nn.Module) -> bool:
