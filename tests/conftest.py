@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
+from forked import forked, forking  # noqa: F401
 from run_scripts import Ran, launcher
 
 os.environ.setdefault("MEZZO_ASSUME_NATIVE", "bf16")

@@ -17,6 +17,8 @@ from mezzo.apex import imports
 from mezzo.apex.imports import provided
 from mezzo.cli.main import main
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 Output = pytest.CaptureFixture[str]
 
 SCRIPT = """

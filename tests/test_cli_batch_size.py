@@ -17,6 +17,8 @@ from mezzo.cli.batch_size import argv_with
 from mezzo.compare.progress import Watcher
 from mezzo.core.errors import UsageError
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 # Stands in for the launcher. The script is a JSON object:
 #   bytes {precision: [fixed, each]}   steps 12   device "cpu"   linger: from this size on it sleeps in the end
 #   overhead: seconds of a step apart from 1 ms for each sample

@@ -20,6 +20,8 @@ from mezzo.compare.request import split_precisions
 from mezzo.core.policy import policy
 from mezzo.core.records import UpdateRecord, read
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 FAKE = (sys.executable, str(Path(__file__).parent / "children" / "fake_calibration.py"))
 
 

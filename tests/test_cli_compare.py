@@ -24,6 +24,8 @@ from mezzo.core.policy import policy
 from mezzo.core.records import HAD_TF32
 from page_blocks import BASH, PAGES
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 FAKE = (sys.executable, str(Path(__file__).parent / "children" / "fake_launch.py"))
 
 
@@ -119,6 +121,9 @@ def test_what_holds_for_all_candidates_is_printed_once(here: Path, command: Comm
     name = script(here, {"*": {"notes": [HAD_TF32]}})
     offered = "mezzo compare train.py --precision tf32,bf16,fp16 --seeds 1 --out mezzo-compare-train-tf32"
     assert command(f"compare {name} --seeds 1").out.count(f"{offered}\n") == 1
+    name = script(here, {"*": {"seedless": True}})
+    out = command(f"compare {name} --seeds 3 --out seedless").out
+    assert out.count("1 distinct FP32 run") == out.count("bf16, fp16: 3 seeds gave 1 distinct FP32 run") == 1
 
 
 def test_json_is_all_that_stdout_gets(here: Path, command: Command) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from ranks import Results, assert_right, ranks_of
 
-pytestmark = pytest.mark.heavy
+pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("forked")]
 
 # What a case's name begins with, and how many there are.
 SUBJECTS = {

@@ -21,7 +21,7 @@ from mezzo.cli.main import main
 from mezzo.core.records import OverflowRecord, RangesRecord, UpdateRecord, read
 from mezzo.pytorch.hardware import ASSUME_NATIVE
 
-pytestmark = pytest.mark.heavy
+pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("forked")]
 
 # A model, the training of one rank, or of a process by itself, and the end of a rank, which leaves no thread of gloo:
 # one that waits for the GIL when Python ends would abort the process.
@@ -204,8 +204,9 @@ if __name__ == "__main__":
 
 
 def test_a_subprocess_trains_under_the_policy_and_helpers_are_left_alone(
-    mezzo: Callable[..., Ran], tmp_path: Path
+    mezzo: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("MEZZO_TEST_FORK", "0")  # the start of Python is what this looks at
     script(tmp_path, "alone.py", ALONE)
     script(tmp_path, "starter.py", STARTER)
     ran = mezzo("run", "--precision", "bf16", "--records", "r.jsonl", "starter.py")

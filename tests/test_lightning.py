@@ -32,6 +32,7 @@ for each in ("lightning.fabric", "lightning_fabric", "lightning.pytorch", "pytor
     logging.getLogger(each).setLevel(logging.ERROR)
 
 pytestmark = [
+    pytest.mark.usefixtures("forked"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*overflow in optimizer step"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),  # Lightning 2.6.6 with torch 2.13

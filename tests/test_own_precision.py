@@ -16,6 +16,8 @@ from mezzo.pytorch.optim.adopt import adopt
 from mezzo.pytorch.optim.with_masters import with_masters
 from releases import before_torch
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 SCRIPT = """
 import torch
 torch.manual_seed(0)

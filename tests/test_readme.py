@@ -26,6 +26,8 @@ from mezzo.core.ranges import WHAT
 from mezzo.pytorch.training import mixed_precision
 from page_blocks import BASH, blocks, run
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 USER_PAGES = sorted((ROOT / "docs").glob("*.md"))

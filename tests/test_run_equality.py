@@ -20,6 +20,8 @@ import pytest
 import mezzo
 from mezzo.core.records import read
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 SCRIPT = Path(__file__).parent / "scripts" / "trainings.py"
 NAMES = (
     *("clipping", "accumulation", "gradient_penalty", "two_optimizers", "shared_and_checkpointed", "lbfgs"),

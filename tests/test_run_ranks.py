@@ -17,6 +17,8 @@ from ranks import processes
 from releases import before_torch
 from run_scripts import Ran
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 EVERYWHERE = {  # optimizers that both ranks have, in the order of their first steps -> the step that they skip
     "hand_cleaned": 2,  # before the first sharded model, from which on no step is traced
     "hand_hooked": 2,

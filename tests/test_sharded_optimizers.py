@@ -11,7 +11,7 @@ import pytest
 
 from ranks import Results, assert_right, ranks_of
 
-pytestmark = pytest.mark.heavy
+pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("forked")]
 
 # What a case's name begins with, and how many two ranks have.
 SUBJECTS = {

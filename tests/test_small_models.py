@@ -15,6 +15,8 @@ import pytest
 from mezzo.pytorch.run import session
 from mezzo.runner.lifecycle import RunRequest
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 SCRIPT = """
     import json, sys
     import torch

@@ -20,6 +20,8 @@ from mezzo.core.errors import ScriptError, UnknownNameError, UsageError
 from mezzo.keras.run import run
 from run_scripts import Ran
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 HEAD = """
 import keras
 import numpy as np

@@ -137,9 +137,12 @@ def show(console: Console, verdict: Mapping[str, Any], report: Path | None, verb
             rows = [row for row in _rows(one, metric) if row[2] != MISSING]
             for label, fp32, value in rows:
                 tell(console, f"  {label:<{max(15, len(metric) + 2)}}{value}{fp32 and f'   (FP32 {fp32})'}")
+    told: dict[str, list[str]] = {}
     for name, one in candidates.items():
         for note in [one["reason"]] * verbose + one["notes"]:
-            tell(console, f"{name}: {note}", "dim")
+            told.setdefault(note, []).append(name)
+    for note, names in told.items():
+        tell(console, f"{', '.join(names)}: {note}", "dim")
     console.print()
     for line in verdict["notes"] + [f"Report: {report}"] * (report is not None) + next_steps(candidates):
         tell(console, line)

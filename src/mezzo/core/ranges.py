@@ -77,16 +77,10 @@ class Histogram:
         total = sum(self.counts)
         if not total:
             return None
-        smallest = form.minexp - form.nmant  # exponent of the smallest subnormal; half of it ties to zero
-        under = sub = over = 0
-        for place, count in enumerate(self.counts):
-            exponent = self.lowest + place + shift
-            if exponent < smallest - 1:
-                under += count
-            elif exponent < form.minexp:
-                sub += count
-            elif exponent >= form.maxexp:
-                over += count
+        # Places of the first exponent that is kept (half of the smallest subnormal ties to zero), is normal, is beyond.
+        exponents = (form.minexp - form.nmant - 1, form.minexp, form.maxexp)
+        kept, normal, beyond = (max(0, exponent - shift - self.lowest) for exponent in exponents)
+        under, sub, over = sum(self.counts[:kept]), sum(self.counts[kept:normal]), sum(self.counts[beyond:])
         return Shares(under / total, sub / total, (total - under - sub - over) / total, over / total)
 
     def scaled_to(self, format: str | Format) -> Histogram:

@@ -1,0 +1,96 @@
+"""Child processes that do not import PyTorch anew, which takes five seconds with what `torch.optim` imports.
+
+A server has imported it and forks (`children/fork_server.py`). All else happens in the child: the sitecustomize, and
+the imports of Mezzo and of the script. Where the environment is MEZZO_TEST_FORK=0, a child starts as always.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+SERVER = Path(__file__).parent / "children" / "fork_server.py"
+
+# What `sys.executable` is in the test and in its children: it takes 20 ms, as it imports next to nothing.
+PROGRAM = """#!{python} -SE
+import os, sys
+words, environment = sys.argv[1:], dict(os.environ)
+at = 0
+while at < len(words) and words[at] in ("-W", "-u"):
+    at += 1 + (words[at] == "-W")
+def read_at_start(names):
+    return {{key: names[key] for key in names if key.startswith({prefixes!r}) and not key.startswith({other!r})}}
+if (
+    at == len(words) or words[at] not in ("-c", "-m") and not os.path.isfile(words[at])
+    or read_at_start(environment) != {environment!r}
+    or environment.get("MEZZO_TEST_FORK") == "0"
+):
+    os.execv({python!r}, [{python!r}, *words])
+
+import json, signal, socket
+server = socket.socket(socket.AF_UNIX)
+server.connect({socket!r})
+asked = dict(words=words, environment=environment, folder=os.getcwd(), parent=os.getppid(), python={program!r})
+socket.send_fds(server, [json.dumps(asked).encode()], [0, 1, 2])
+answers = server.makefile()
+child = int(answers.readline())
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT):
+    signal.signal(number, lambda number, frame: os.kill(child, number))
+status = int(answers.readline())
+if status < 0:
+    if -status != signal.SIGKILL:
+        signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+os._exit(status)
+"""
+
+# Variables that the server's process has read: where one differs, the child starts as always.
+PREFIXES = ("OMP_", "MKL_", "KMP_", "TORCH", "PYTORCH_", "TRITON_", "PYTHON", "CUDA_", "LD_")
+OTHER = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCHELASTIC", "TORCH_NCCL")  # read later, or by `fork_server.py`
+
+
+@pytest.fixture(scope="session")
+def forking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The program, with a server behind it."""
+    folder = tmp_path_factory.mktemp("fork")
+    program, meeting = folder / "python", folder / "socket"
+    same = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(PREFIXES) and not name.startswith(OTHER)
+    }
+    paths = {"python": sys.executable, "socket": str(meeting), "program": str(program)}
+    program.write_text(PROGRAM.format(**paths, environment=same, prefixes=PREFIXES, other=OTHER))
+    program.chmod(0o755)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, str(SERVER), str(meeting)], **pipes) as server:  # type: ignore[call-overload]
+        assert server.stdout.readline() == b"ready\n"
+        yield str(program)
+        server.stdin.close()
+
+
+@pytest.fixture(scope="module")
+def forked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Lets `sys.executable` be the program that forks, in a file's tests and for the children that Mezzo starts."""
+    if os.environ.get("MEZZO_TEST_FORK") == "0" or not hasattr(os, "pidfd_open"):
+        yield
+        return
+    # Not at the top: TensorFlow's tests read this file, too.
+    from mezzo.cli import batch_size, calibrate
+    from mezzo.compare.request import FRAMEWORKS
+    from mezzo.compare.runs import LAUNCH
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", request.getfixturevalue("forking"))
+        launch = (sys.executable, *LAUNCH[1:])
+        for module in (calibrate, batch_size):
+            patch.setattr(module, "LAUNCH", launch)
+        for name, found in FRAMEWORKS.items():
+            patch.setitem(FRAMEWORKS, name, replace(found, launch=(sys.executable, *found.launch[1:])))
+        yield
