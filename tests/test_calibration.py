@@ -252,6 +252,11 @@ def test_an_overflow_is_never_shown_as_a_small_change() -> None:
     }
     advice = recommend([*steps(FINE), SensitivityRecord(0, 2.0, record)], native={"fp16"}, ranked=["fp16"])
     assert [(one.module, one.op) for one in advice.kept] == [("reads.inner", "linear"), ("over", "add")]
+    (told,) = (line for line in advice.plain if line.startswith("Keep in FP32"))
+    assert " mul in absorbs: numbers are beyond fp16's largest" in told
+    assert told.endswith("To avoid it, add module.absorbs=fp32.")
+    quiet = recommend([*steps(FINE), SensitivityRecord(0, 2.0, record[1:])], native={"fp16"}, ranked=["fp16"])
+    assert "absorb" not in " ".join(quiet.plain)
 
 
 def test_a_ranking_in_json_and_in_a_record_is_strict() -> None:

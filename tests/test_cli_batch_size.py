@@ -183,6 +183,7 @@ def test_what_ends_a_search_ends_the_child_and_leaves_the_table(
     assert ran.out.splitlines()[-1].startswith(
         "batch size 8 is the largest tried that fits into 1 GB; 8 is the fastest"
     )
+    assert ("note: interrupted before the search ended" in ran.out) == (by == "a signal")
 
 
 # how it is spelled, the script's arguments -> the arguments with size 32

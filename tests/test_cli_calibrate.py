@@ -53,6 +53,9 @@ def test_it_is_printed_and_written(here: Path, command: Command) -> None:
         assert words in ran.out
     folder = here / "mezzo-calibrate-train"
     assert str(policy(folder / "policy.toml")) == "fp16,module.b=fp32"
+    (here / "mezzo-compare-train").mkdir()  # of other precisions
+    again = command(f"calibrate {name} --steps 5 -- --epochs 3").out
+    assert "/policy.toml --out mezzo-compare-train-calibrated -- --epochs 3\n" in again
     page = (folder / "report.html").read_text()
     assert page.index("Use fp16: it is native here") < page.index("Updates")
     assert "for fp16 keep" not in page  # what the watched tensors show is in the recommendation

@@ -174,6 +174,9 @@ STORED = [
     (2049, "fp16", "infinity", 2048.0, 1.0, "rounded"),
     (65520, "fp16", "infinity", math.inf, math.inf, "overflow"),
     (-65537, "fp16", "saturate", -65504.0, 33.0, "overflow"),
+    (65520, "fp16", "saturate", 65504.0, 16.0, "overflow"),
+    (65519, "fp16", "saturate", 65504.0, 15.0, "rounded"),
+    (464, "e4m3fn", "saturate", 448.0, 16.0, "rounded"),  # the tie goes to the even mantissa, that of 448
     (465, "e4m3fn", "infinity", math.nan, math.nan, "overflow"),
     (2.0**-25, "fp16", "infinity", 0.0, 2.0**-25, "underflow"),
     (1.5 * 2.0**-24, "fp16", "infinity", 2.0**-23, 2.0**-25, "subnormal"),

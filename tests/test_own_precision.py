@@ -351,3 +351,15 @@ def test_commands_that_choose_a_precision_switch_it_off(
     printed = "".join(capsys.readouterr())
     assert "switched off: the script's torch.autocast float16" in printed
     assert "switched off: the script's GradScaler" in printed
+
+
+def test_a_remedy_s_command_switches_it_off_as_well(launch: Any) -> None:
+    large = "model[1].forward = lambda h: h * 1e6"
+    source = {"off": AUTOCAST.replace("optimizer =", f"{large}\noptimizer ="), "keep": script(large)}
+    for own, words in (
+        ("off", "mezzo run --own off --precision fp16,"),
+        ("keep", "mezzo run --precision fp16,"),
+    ):
+        ran = launch(source[own], policy="fp16", own=own)
+        remedies = ran.of("overflow")[0].finding.remedies
+        assert any(words in one for one in remedies), remedies

@@ -394,3 +394,9 @@ def test_lazy_layers_are_described_with_the_sizes_of_their_first_call(launch: An
     ran = launch(lines, policy="mxfp8").ok
     assert "mxfp8 in 2 linear layers: 0, 2." in ran.notes
     assert "0 inputs" not in ran.notes
+
+
+def test_a_block_format_of_no_layer_is_not_what_calls_ran_in(launch: Any) -> None:
+    ran = launch(TF32.format(""), policy="mxfp8").ok
+    assert "1 call of Linear in bf16 on cpu" in ran.err
+    assert "mxfp8 in no layer of this model" in ran.err

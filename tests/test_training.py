@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
@@ -308,6 +309,16 @@ def _scheduled_if_stepped(mp: Any, loss: Tensor) -> None:
         mp.scheduler.step()
 
 
+def _averaged(mp: Any, loss: Tensor) -> None:
+    mp.step(loss)
+    mp._average.__self__.update_parameters(mp.model)
+
+
+def _averaged_if_stepped(mp: Any, loss: Tensor) -> None:
+    if mp.step(loss).stepped:
+        mp._average.__self__.update_parameters(mp.model)
+
+
 def _clipped(mp: Any, loss: Tensor) -> None:
     mp.step(loss)
     nn.utils.clip_grad_norm_(mp.model.parameters(), 1.0)
@@ -332,7 +343,12 @@ def _backward_twice(mp: Any, loss: Tensor) -> None:
 Line = Callable[[Any, Tensor], Any]
 # Lines of an old loop that stayed: the precision, MixedPrecision's arguments, the lines, and what is said of them once.
 LEFT_OVER: dict[str, tuple[str, dict[str, Any], Line, str]] = {
-    "own step": ("fp16", {}, _own_step, r"optimizer\.step\(\).*Replace .* by mp\.step\(loss\)"),
+    "own step": (
+        "fp16",
+        {},
+        _own_step,
+        r"optimizer\.step\(\).*'s loss scale\. Replace .* by mp\.step\(loss\)",
+    ),
     "own step that a scheduler wraps": (
         "fp16",
         {},
@@ -346,7 +362,15 @@ LEFT_OVER: dict[str, tuple[str, dict[str, Any], Line, str]] = {
     "scaled": ("bf16", {}, lambda mp, loss: mp.step(65536 * loss), "multiplied by 65536.*remove it"),
     "scaled by a tensor": ("bf16", {}, lambda mp, loss: mp.step(loss * torch.tensor(1024.0)), "by 1024"),
     "backward before": ("bf16", {}, _backward_twice, r"gradients before .*Remove loss\.backward"),
-    "own step, clipping in bf16": ("bf16", {"clip_norm": 1.0}, _own_step, r"by mp\.step\(loss\)"),
+    "own step, clipping in bf16": ("bf16", {"clip_norm": 1.0}, _own_step, r"'s clipping\. Replace"),
+    "average": ("bf16", {"ema": AveragedModel}, _averaged, r"update_parameters\(\).*Remove that line"),
+    "average at each update": (
+        "bf16",
+        {"ema": AveragedModel, "accumulate": 2},
+        _averaged_if_stepped,
+        "Remove",
+    ),
+    "average at each loss": ("bf16", {"ema": AveragedModel, "accumulate": 2}, _averaged, "Remove"),
     "clipping": ("fp16", {"accumulate": 3}, _clipped, "loss scale.*clip_norm="),
     "clipping of a masters' gradients": ("fp16,masters=fp32", {"accumulate": 3}, _clipped, "clip_norm="),
     "scheduler": ("fp32", {"scheduler": StepLR}, _scheduled, r"scheduler\.step\(\).*Remove that line"),
@@ -369,7 +393,13 @@ SCALED = (
     "bf16,masters=split,loss_scale=8",
     "bf16,masters=none,state=int8,loss_scale=8",
 )
-WITH = {"accumulate": 2, "clip_value": 1.0, "scheduler": StepLR, "release_gradients": True}
+WITH = {
+    "accumulate": 2,
+    "clip_value": 1.0,
+    "scheduler": StepLR,
+    "release_gradients": True,
+    "ema": AveragedModel,
+}
 # What is right, though it looks alike.
 RIGHT: dict[str, tuple[str, dict[str, Any], Line]] = {
     **{f"{mode}, {name}": (mode, {name: WITH[name]}, _step) for mode in ("fp32", *SCALED) for name in WITH},
@@ -397,6 +427,8 @@ def _old_loop(precision: str, arguments: dict[str, Any], lines: Line) -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     if arguments.get("scheduler") is StepLR:
         arguments = {**arguments, "scheduler": StepLR(optimizer, 9)}
+    if arguments.get("ema") is AveragedModel:
+        arguments = {**arguments, "ema": AveragedModel(model).float()}
     mp: Any = mezzo.MixedPrecision(model, optimizer, precision, **arguments)
     if mp.policy.params == "fp32":
         _own_step(mp, model(batch()[0]).square().mean())

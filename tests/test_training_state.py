@@ -14,6 +14,7 @@ import torch
 
 import mezzo
 from mezzo.core.errors import CallOrderError, UsageError
+from mezzo.pytorch.autocast import context as contexts
 from training_steps import (  # noqa: F401
     INF,
     OPTIMIZERS,
@@ -253,6 +254,24 @@ def test_module_patterns_that_a_foreign_autocast_ignores_are_told_once(precision
     assert re.search(r"format of .*\b3 had no effect\. Replace torch\.autocast by mp\.autocast", told)
     for right in (lambda mp: mp.autocast(), lambda mp: mezzo.autocast(mp.policy, "cpu")):
         assert train(right) == []
+
+
+def test_a_foreign_autocast_is_told_where_no_context_of_mezzo_s_was_entered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for right in (None, lambda mp: mezzo.autocast(mp.policy, "cpu"), lambda mp: mp.autocast()):
+        monkeypatch.setattr(contexts, "_contexts", {})  # as in a new process
+        model, (x, _) = network(), batch()
+        mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp16")
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                with right(mp) if right else torch.autocast("cpu", torch.bfloat16):
+                    loss = model(x).float().square().mean()
+                mp.step(loss)
+        mp.close()
+        words = "Replace torch.autocast by mp.autocast: with mp.autocast():"
+        assert [words in str(one.message) for one in told] == [True] * (right is None)
 
 
 def test_frozen_parameters_are_an_error_and_thawed_ones_train() -> None:

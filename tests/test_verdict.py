@@ -219,6 +219,12 @@ BASE = with_metrics([98.0, 98.4, 97.8])
 LOWER = Margins(metric_higher=False)
 
 
+def test_a_gap_that_is_only_the_differences_own_rounding_is_zero() -> None:
+    found = judge(BASE, with_metrics([98.1, 98.6, 97.5])).metric
+    assert found is not None
+    assert (found.gap, math.copysign(1.0, found.gap)) == (0.0, 1.0)
+
+
 @pytest.mark.parametrize(
     ("metrics", "margins", "word"),
     [

@@ -88,6 +88,10 @@ def run(arguments: argparse.Namespace) -> int:
                 found[name] = BatchSizeResult(limit=limit)
                 _search(found[name], script, name, arguments, shown)
                 limit = found[name].limit  # one for all
+    except KeyboardInterrupt:
+        for result in [*found.values()][-1:]:
+            result.notes.append("interrupted before the search ended")
+        raise
     finally:  # after an error or an interrupt, too
         ended = {name: result for name, result in found.items() if result.trials or result.notes}
         if ended and arguments.json:

@@ -114,7 +114,10 @@ def next_step(found: Recommendation, request: CalibrationRequest, folder: Path) 
     file = [str(folder / POLICY)] * (found.policy != found.format)
     names = [found.format, *file] if ranked_for(found.format) else file or [found.format]
     advice = "test it against FP32" + f", with {found.format} as it is" * (len(names) > 1)
-    options = (word for name in names for word in ("--precision", name))  # of which mezzo run takes the last
+    options = [word for name in names for word in ("--precision", name)]  # of which mezzo run takes the last
+    stem = request.demo or (request.target if request.is_module else Path(request.target).resolve().stem)
+    if Path(f"mezzo-compare-{stem}").exists():  # with other precisions, most probably
+        options += ["--out", f"mezzo-compare-{stem}-calibrated"]
     return advice, command("compare", vars(request), *options)
 
 

@@ -135,8 +135,12 @@ def stored(number: float | Fraction, format: str, overflow: str = "infinity") ->
         word = "rounded" if error else "exact"
         if error and bits.kind == "zero":
             word = "underflow"
-        elif exact > largest and error > Fraction(formats.ulp(largest, bits.format)) / 2:
-            word = "overflow"  # up to half a step above the largest a number is rounded down like any other
+        elif exact > largest and (
+            error > Fraction(formats.ulp(largest, bits.format)) / 2
+            or formats.bits(number, form).value
+            != bits.value  # half a step above, which ties away from the largest
+        ):
+            word = "overflow"  # below that a number is rounded down like any other
         elif bits.kind == "subnormal":
             word = "subnormal"
     return {

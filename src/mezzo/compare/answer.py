@@ -10,6 +10,7 @@ from typing import Any
 
 from mezzo.compare.measure import FEWEST_FOR_SPEED
 from mezzo.compare.request import Request, own_masters
+from mezzo.core.calibration import FORMATS
 from mezzo.core.commands import command, compare_command, run_command
 from mezzo.core.comparison import FEWEST_FOR_TOST, ORDER, READING, WIDE
 from mezzo.core.equivalence import MOST_PAIRS
@@ -198,7 +199,9 @@ def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tup
             return f"find the overflow in {name}, and its fix", run_command(asked, *use)
         if request.own:
             return "use FP32, or another candidate", ""  # calibrate needs a script in FP32
-        return "find the modules that need FP32", command("calibrate", asked)
+        compute = policy(name).compute
+        wanted = ["--precision", compute] if compute in FORMATS and compute != "fp32" else []
+        return "find the modules that need FP32", command("calibrate", asked, *wanted)
     if one["cause"] == in_no_layer(name):
         why = "'Block formats' in docs/formats.md says which layers can be quantized"
         return f"compare bf16. {why}", compare_command({**asked, "precisions": ["bf16"]}, f"{folder}-bf16")

@@ -189,12 +189,31 @@ class Recommendation:
             found += [f"Keep in bf16: {some}." if some else "No linear layer has to stay in bf16."]
             return [*found, f"Policy: {self.policy}", *self.notes]
         keep = f"Keep in FP32: {some}." if some else "No module has to stay in FP32."
+        keep += self._absorbed
         if self.format == "fp16":
             found += [f"It needs a {scale}: the largest gradient is the {self.gradient}.", keep]
             found += [f"Policy: {self.policy}"]
         else:
             found += [f"fp16 would need a {scale}. {keep}"]
         return [*found, *self.notes]
+
+    @property
+    def _absorbed(self) -> str:
+        """A sentence on the modules that are not kept although their numbers are too large for fp16, or nothing."""
+        kept = {one.module for one in self.kept} | {one.op for one in self.kept if one.by_op}
+        found = [
+            (one.module, op)
+            for one in (self.sensitivity.modules if self.sensitivity else [])
+            if not {one.module, op := one.causes.get("fp16", INNER)} & kept and not op.startswith(INNER)
+        ]
+        if not found:
+            return ""
+        where = _names([f"{op} in {module or 'the model'}" for module, op in found])
+        fix = _names([f"module.{module}=fp32" for module, _ in found if module])
+        return (
+            f" {where}: numbers are beyond fp16's largest, or within {2**HEADROOM}x of it, and later operations absorb "
+            f"an infinity, as tanh does, so no step is skipped{fix and f'. To avoid it, add {fix}'}."
+        )
 
     def lines(self, verbose: bool = False) -> list[str]:
         """`plain`, and the ranking; `verbose`: all modules and formats."""

@@ -399,6 +399,11 @@ def _resolve(policy: object, device_type: str, enabled: bool) -> _Resolved:
     return _Resolved(resolved, True, dtype_of(resolved.activations))
 
 
+def was_entered() -> bool:
+    """Whether a context of Mezzo's was entered in this process, outside of compiled code."""
+    return any(context._transitions for context in _contexts.values())
+
+
 def _without_model(policy: Policy, *missing: tuple[str, str]) -> UsageError:
     pattern, fmt = min(missing or policy.modules)
     return UsageError(

@@ -307,6 +307,8 @@ class Session:
     def command(self, policy: str, *options: str) -> str:
         """The command that runs this script under another policy, or with other options only."""
         precision = ("--precision", policy) if policy else ()
+        if policy and self.request.own == "off" and "--own" not in options:
+            options = ("--own", "off", *options)
         return run_command(vars(self.request), *options, *precision)
 
     @property

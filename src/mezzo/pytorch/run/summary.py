@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from mezzo.core.calibration import conclusions
 from mezzo.core.commands import compare_command
 from mezzo.core.loss_scale import NoLossScale, StaticLossScale, power_text
-from mezzo.core.records import LEFT_ALONE
+from mezzo.core.records import IN_NO_LAYER, LEFT_ALONE
 
 if TYPE_CHECKING:
     from mezzo.core.records import OverflowRecord
@@ -126,7 +126,8 @@ def _collected(store: Any, ranks: int, own: str, patience: float) -> list[str]:
         for rank, key in enumerate(keys, start=1):
             for entry in json.loads(store.get(key)) if store.check([key]) else ():
                 by.setdefault(entry, []).append(rank)
-    return [_numbered(entry, some) for entry, some in by.items() if entry not in own]
+    # By its first line: rank 0 may have printed the remedies of the same finding before.
+    return [_numbered(entry, some) for entry, some in by.items() if entry.partition("\n")[0] not in own]
 
 
 def _numbered(entry: str, ranks: list[int]) -> str:
@@ -183,7 +184,10 @@ def _calls(session: Session) -> str:
     stored = "; weights stay FP32" if session.policy.params == "fp32" else ""  # else a note says how
     apart = [f", {path} in {fmt}" for path, fmt in session.formats.items()]
     more = f" and {len(apart) - _NAMED} more" * (len(apart) > _NAMED)
-    formats = f"{session.policy.compute} on {session.device_type}{''.join(apart[:_NAMED])}{more}"
+    compute = session.policy.compute
+    if any(note.startswith(f"{compute}{IN_NO_LAYER}") for note in session.journal.notes):
+        compute = "bf16"
+    formats = f"{compute} on {session.device_type}{''.join(apart[:_NAMED])}{more}"
     return f"{calls} {of} in {formats}{stored}"
 
 

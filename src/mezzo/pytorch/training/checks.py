@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from mezzo.core.compute import activations_of
 from mezzo.core.errors import CallOrderError, UsageError
 from mezzo.core.policy import Policy
+from mezzo.pytorch.autocast.context import was_entered
 from mezzo.pytorch.distributed import joins, shards, wrappers
 from mezzo.pytorch.dtypes import SIXTEEN_BITS, name_of
 from mezzo.pytorch.optim.checks import refuse_replaced
@@ -146,11 +147,17 @@ def outside_autocast(loss: Tensor, policy: Policy, model: nn.Module, stored: str
     ignored = [
         path or "the model" for path, inner in model.named_modules() if getattr(inner.forward, "ignored", 0)
     ]
-    casts = ("ToCopy" in node.name() or isinstance(node, BackwardCFunction) for node in nodes_of([loss]))
+    compiled, casts = False, False
+    for node in nodes_of([loss]) if low and stored == "fp32" and not ignored else ():
+        compiled, casts = compiled or isinstance(node, BackwardCFunction), casts or "ToCopy" in node.name()
     if ignored:
         what = f"the policy's format of {', '.join(ignored[:3])} had no effect. Replace torch.autocast by mp.autocast"
-    elif low and stored == "fp32" and not any(casts):
+    elif not low or stored != "fp32" or compiled:
+        return
+    elif not casts:
         what = f"nothing ran in {' or '.join(low)}. Compute it inside"
+    elif not was_entered():
+        what = "its formats are another autocast's, or the model's own. Replace torch.autocast by mp.autocast"
     else:
         return
     told = f"MixedPrecision: the loss was computed outside mp.autocast(), so {what}"
@@ -219,6 +226,12 @@ def averager(ema: Any, *, low: bool) -> Callable[[nn.Module], Any] | None:
             )
     chosen: Callable[[nn.Module], Any] = update
     return chosen
+
+
+def averaged(average: Any) -> int | None:
+    """How many models torch's AveragedModel holds the mean of; None for another average, or a count on a device."""
+    count = getattr(getattr(average, "__self__", None), "n_averaged", None)
+    return int(count) if isinstance(count, Tensor) and count.device.type == "cpu" else None
 
 
 def loss(given: Any) -> None:

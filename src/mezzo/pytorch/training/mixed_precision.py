@@ -58,8 +58,7 @@ _UNSCALED = (
     "gradients become 0. Use precision='bf16', or compute the loss with torch.func.functional_call and call step(loss)."
 )
 _OWN_STEP = (
-    "MixedPrecision: the loop called optimizer.step() itself. MixedPrecision's loss scale (without one, small fp16 "
-    "gradients become 0), clipping, scheduler and average had no part in that step. Replace loss.backward(), "
+    "MixedPrecision: the loop called optimizer.step() itself, without MixedPrecision's {}. Replace loss.backward(), "
     "optimizer.step() and optimizer.zero_grad() by mp.step(loss)."
 )
 _CHANGED = (
@@ -69,6 +68,10 @@ _CHANGED = (
 _SCHEDULED = (
     "MixedPrecision: the loop called scheduler.step() itself, so the scheduler steps more than once per update. Remove "
     "that line: with scheduler=, MixedPrecision steps the scheduler after each step of the optimizer."
+)
+_AVERAGED = (
+    "MixedPrecision: the loop called update_parameters() itself, so the average is updated more than once per update. "
+    "Remove that line: with ema=, MixedPrecision updates the average after each step of the optimizer."
 )
 
 
@@ -186,6 +189,7 @@ class MixedPrecision:
         self.scheduler = scheduler
         low = asked.params != "fp32" or cast_parameters.stored_as(optimizer)[0] != "fp32"
         self._average = checks.averager(ema, low=low)
+        self._averaged: tuple[int, ...] = ()  # what the count is if the loop updates the average, too
         wrappers = to_average(model, asked)
         with ExitStack() as undo:
             for other in replaced:
@@ -252,8 +256,12 @@ class MixedPrecision:
         self._gradients = Gradients(fp32=self.accumulate > 1 or rewrites, reduced=reduced)
         undo = ExitStack()
         undo.callback(self._gradients.clear)
-        more = (self._resolved.scaler, self.clip_norm, self.clip_value, self.scheduler, self._average)
-        self._does_more = any(one is not None for one in more)  # than the optimizer's own step
+        clips = None if self.clip_norm is None and self.clip_value is None else True
+        more = (self._resolved.scaler, clips, self.scheduler, self._average)
+        names = ("loss scale", "clipping", "scheduler", "average")
+        self._does_more = [
+            name for name, one in zip(names, more) if one is not None
+        ]  # than the optimizer's own step
         if self.accumulate > 1 or self._does_more:
             undo.callback(optimizer.register_step_pre_hook(partial(_step_begins, ref(self))).remove)
         if not isinstance(stepping, (FusedOptimizer, WithMasters)):  # these do it themselves
@@ -539,8 +547,12 @@ class MixedPrecision:
             distributed.forget_errors(memories)
         if skipped is False:
             if self._average is not None:
+                if checks.averaged(self._average) in self._averaged:
+                    self._warn_once(_AVERAGED)
                 with showing_masters(self.model, [mp.optimizer for mp in _ALIVE]):
                     self._average(self.model)
+                count = checks.averaged(self._average)
+                self._averaged = () if count is None else (count + 1, count + self.accumulate)
             if self.scheduler is not None:
                 if getattr(self.scheduler, "last_epoch", None) in self._doubled:
                     self._warn_once(_SCHEDULED)
@@ -694,8 +706,10 @@ def _step_begins(owner: ref[MixedPrecision], optimizer: Any, args: Any, kwargs: 
     begun = not mp._looks or mp._stored_as[0] != "fp32"  # else the step may be one before this training
     if mp._window.seen:
         mp._window.refuse_step(optimizer)
-    elif begun and mp._does_more and _OWN_STEP not in mp._told and backward.has_gradient(optimizer):
-        mp._warn_once(_OWN_STEP)
+    elif begun and mp._does_more:
+        told = _OWN_STEP.format(", ".join(mp._does_more))
+        if told not in mp._told and backward.has_gradient(optimizer):
+            mp._warn_once(told)
 
 
 def drop_windows(models: Collection[nn.Module]) -> None:
