@@ -7,8 +7,9 @@ On a GPU a size does not fit if an allocation fails. A CPU would swap instead, s
 a step are compared with --limit. samples/s is the size divided by the median time of an optimizer step, data loading
 included. If the script accumulates gradients, the batch size is that of one backward pass.
 
-The sizes double until one does not fit, then the gap is bisected down to an eighth. The search ends when samples/s have
-not risen for two doublings (unless --max is given), after --minutes, and on Ctrl-C. What was measured is printed.
+The sizes double until one does not fit, then the gap is bisected down to an eighth. If the first takes over half of
+--limit, its half is measured next. The search ends when samples/s have not risen for two doublings (unless --max is
+given), after --minutes, and on Ctrl-C. What was measured is printed.
 
 Exit status: 0 found, 1 no size fits, 2 wrong usage, or a script that fails or never trains, 130 interrupted.
 
