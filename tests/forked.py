@@ -55,6 +55,15 @@ PREFIXES = ("OMP_", "MKL_", "KMP_", "TORCH", "PYTORCH_", "TRITON_", "PYTHON", "C
 OTHER = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCHELASTIC", "TORCH_NCCL")  # read later, or by `fork_server.py`
 
 
+def can_fork() -> bool:
+    """Whether this system has what the server needs, and the environment does not say otherwise."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):  # not Linux, an old kernel, a container that forbids it
+        return False
+    return os.environ.get("MEZZO_TEST_FORK") != "0"
+
+
 @pytest.fixture(scope="session")
 def forking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The program, with a server behind it."""
@@ -78,7 +87,7 @@ def forking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def forked(request: pytest.FixtureRequest) -> Iterator[None]:
     """Lets `sys.executable` be the program that forks, in a file's tests and for the children that Mezzo starts."""
-    if os.environ.get("MEZZO_TEST_FORK") == "0" or not hasattr(os, "pidfd_open"):
+    if not can_fork():
         yield
         return
     # Not at the top: TensorFlow's tests read this file, too.

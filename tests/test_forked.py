@@ -11,7 +11,12 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.usefixtures("forked")
+from forked import can_fork
+
+pytestmark = [
+    pytest.mark.usefixtures("forked"),
+    pytest.mark.skipif(not can_fork(), reason="children are not forked here"),
+]
 
 PYTHON = sys.executable
 
