@@ -57,7 +57,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--vary", metavar="OPTION", help="the script's batch size option, as the script spells it")
     precision = "presets, policy strings or .toml files, with commas or given again (default fp32,bf16)"
     add("--precision", action="append", metavar="P", help=precision)
-    add("--limit", metavar="BYTES", help="the bytes a step may take, such as 4GiB (default: what is left)")
+    limit = "the bytes that a step may take, such as 4GiB (default on a CPU: most of what is left; on a GPU: none)"
+    add("--limit", metavar="BYTES", help=limit)
     add("--start", type=size, metavar="N", help="the first size (default 8, or less where --max is)")
     add("--max", type=size, metavar="N", help="try sizes up to this one, even if samples/s no longer rise")
     minutes = "end the search after so many minutes, shared by the precisions (default 10)"

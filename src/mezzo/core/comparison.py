@@ -111,10 +111,8 @@ def compare(
     enough = n >= FEWEST_FOR_TOST
     shrink = float(np.sqrt(n))
     gap = float(d.mean())
-    if abs(gap) <= 4 * np.finfo(np.float64).eps * float(
-        np.abs(baseline).max()
-    ):  # the differences' own rounding
-        gap = 0.0
+    rounding = 4 * np.finfo(np.float64).eps * float(np.abs(baseline).max())  # of the differences
+    gap = 0.0 if abs(gap) <= rounding else gap
     harm = worse * gap
     ends = paired_interval(d) if n > 1 else None
     interval = (float(ends[0]), float(ends[1])) if ends is not None else None
