@@ -135,12 +135,10 @@ def stored(number: float | Fraction, format: str, overflow: str = "infinity") ->
         word = "rounded" if error else "exact"
         if error and bits.kind == "zero":
             word = "underflow"
-        elif exact > largest and (
-            error > Fraction(formats.ulp(largest, bits.format)) / 2
-            or formats.bits(number, form).value
-            != bits.value  # half a step above, which ties away from the largest
-        ):
-            word = "overflow"  # below that a number is rounded down like any other
+        elif exact > largest and formats.bits(number, form).value != bits.value:
+            word = "overflow"  # saturated; at half a step above the largest, ties to even decides
+        elif exact > largest and error > Fraction(formats.ulp(largest, bits.format)) / 2:
+            word = "overflow"  # in a format without infinity and NaN; below that a number is rounded as any other
         elif bits.kind == "subnormal":
             word = "subnormal"
     return {
