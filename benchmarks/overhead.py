@@ -2,6 +2,7 @@
 
     python benchmarks/overhead.py                   # writes benchmarks/results/overhead.json
     python benchmarks/overhead.py --rounds 400
+    python benchmarks/overhead.py --against ../mezzo-old    # another checkout of Mezzo takes turns with the two
 
 torch.amp runs in a process that never imports Mezzo, because Mezzo registers kernels for the whole process. Both
 processes run at once and take turns, a few calls per round. Ratios are of medians over rounds, with 95 % intervals. The
@@ -231,10 +232,12 @@ def serve(library: str) -> None:
 
 
 class _Process:
-    def __init__(self, library: str) -> None:
-        environment = {**os.environ, "MEZZO_ASSUME_NATIVE": "bf16,fp16"}
+    def __init__(self, library: str, checkout: Path) -> None:
+        path = {"PYTHONPATH": str(checkout / "src"), "PYTHONSAFEPATH": "1"}
+        script = str(checkout / "benchmarks" / "overhead.py")
+        environment = {**os.environ, **path, "MEZZO_ASSUME_NATIVE": "bf16,fp16"}
         self._child = subprocess.Popen(
-            [sys.executable, __file__, "--serve", library],
+            [sys.executable, script, "--serve", library],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -264,6 +267,7 @@ def main() -> None:
     )
     parser.add_argument("--serve", choices=("torch", "mezzo"), help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=300, help="rounds per row (default %(default)s)")
+    parser.add_argument("--against", type=Path, metavar="DIR", help="another checkout of Mezzo, measured too")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "overhead.json")
     arguments = parser.parse_args()
     if arguments.serve:
@@ -278,32 +282,41 @@ def main() -> None:
 
     console = Console()
     rows = {**ROWS, **{f"op: {op}": (f"op {op}", f"op {op}") for op in OPS}}
-    sides = {"torch": _Process("torch"), "mezzo": _Process("mezzo")}
-    times: dict[str, dict[str, list[float]]] = {row: {"torch": [], "mezzo": []} for row in rows}
+    here = Path(__file__).resolve().parent.parent
+    sides = {"torch": _Process("torch", here), "mezzo": _Process("mezzo", here)}
+    if arguments.against is not None:
+        sides["against"] = _Process("mezzo", arguments.against.resolve())
+    times: dict[str, dict[str, list[float]]] = {row: {side: [] for side in sides} for row in rows}
     for number in track(range(arguments.rounds), description="rounds", console=console):
-        for row, names in rows.items():
-            turn = list(zip(sides, names))
-            for library, name in turn if number % 2 else turn[::-1]:
-                seconds = sides[library].seconds(name, CALLS.get(name[:4], 20 if name[:2] != "op" else 5))
-                times[row][library].append(seconds / (10 if name.startswith("op ") else 1))
+        for row, (theirs, ours) in rows.items():
+            for which in list(sides) if number % 2 else list(sides)[::-1]:
+                name = theirs if which == "torch" else ours
+                seconds = sides[which].seconds(name, CALLS.get(name[:4], 20 if name[:2] != "op" else 5))
+                times[row][which].append(seconds / (10 if name.startswith("op ") else 1))
     for side in sides.values():
         side.close()
-    table = Table("row", "torch.amp", "Mezzo", "Mezzo / torch.amp")
+    others = ["torch", "against"] if arguments.against else ["torch"]
+    table = Table(
+        "row", "torch.amp", "Mezzo", "Mezzo / torch.amp", *(["Mezzo / other checkout"] * (len(others) - 1))
+    )
     results: dict[str, Any] = {}
-    for row, both in times.items():
-        ratio = ratio_of_medians(both["mezzo"], both["torch"])
-        medians = {library: statistics.median(values) * 1e6 for library, values in both.items()}
+    for row, given in times.items():
+        ratios = {other: ratio_of_medians(given["mezzo"], given[other]) for other in others}
+        medians = {side: statistics.median(values) * 1e6 for side, values in given.items()}
         results[row] = {
             "median_microseconds": medians,
-            "ratio": ratio.value,
-            "interval": [ratio.low, ratio.high],
+            "ratio": ratios["torch"].value,
+            "interval": [ratios["torch"].low, ratios["torch"].high],
             "rounds": arguments.rounds,
         }
+        if arguments.against:
+            against = ratios["against"]
+            results[row]["against"] = {"ratio": against.value, "interval": [against.low, against.high]}
         table.add_row(
             row,
             f"{medians['torch']:.2f} us",
             f"{medians['mezzo']:.2f} us",
-            f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]",
+            *(f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]" for ratio in ratios.values()),
         )
     console.print(table)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -611,6 +611,8 @@ class MixedPrecision:
 
     def _ranks(self) -> distributed.Ranks:
         """The ranks that decide with this one about the optimizer's step."""
+        if not distributed.is_distributed():
+            return distributed.ALONE
         return distributed.ranks_of(parameters(self.optimizer), distributed.replica_groups(self.model))
 
     def _drop_step(self) -> None:

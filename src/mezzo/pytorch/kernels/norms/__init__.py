@@ -52,7 +52,7 @@ def layer_norm(
     """
     if input.dtype not in SIXTEEN_BITS:
         return torch.layer_norm(input, normalized_shape, weight, bias, eps, cudnn_enable)
-    return _norm(input, weight, bias, _form(normalized_shape, eps, True))
+    return _norm(input, weight, bias, _form(tuple(normalized_shape), eps, True))
 
 
 def rms_norm(
@@ -66,12 +66,12 @@ def rms_norm(
     """
     if input.dtype not in SIXTEEN_BITS:
         return torch.rms_norm(input, normalized_shape, weight, eps)
-    return _norm(input, weight, None, _form(normalized_shape, _EPSILON if eps is None else eps, False))
+    return _norm(input, weight, None, _form(tuple(normalized_shape), _EPSILON if eps is None else eps, False))
 
 
-def _form(normalized_shape: Sequence[int], epsilon: float, is_centred: bool) -> Form:
-    shape = tuple(normalized_shape)
-    return Form(shape, shape[0] if len(shape) == 1 else math.prod(shape), epsilon, is_centred)
+@functools.lru_cache(maxsize=64)
+def _form(shape: tuple[int, ...], epsilon: float, is_centred: bool) -> Form:
+    return Form(shape, math.prod(shape), epsilon, is_centred)
 
 
 def _norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form) -> Tensor:
@@ -92,14 +92,14 @@ def _norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form)
 
 def _fits(input: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form) -> bool:
     """Whether these are plain tensors on a CPU that fit together, with rows of at least one element."""
-    if not is_plain(input, weight, bias) or input.device.type != "cpu" or input.layout is not torch.strided:
+    if not is_plain(input, weight, bias) or not input.is_cpu or input.layout is not torch.strided:
         return False
     shape = form.shape
     if not shape or not form.columns or input.shape[-len(shape) :] != shape:
         return False
     for parameter in (weight, bias):
         if parameter is not None and (
-            parameter.shape != shape or parameter.dtype not in _PARAMETERS or parameter.device.type != "cpu"
+            parameter.shape != shape or parameter.dtype not in _PARAMETERS or not parameter.is_cpu
         ):
             return False
     return True
