@@ -61,6 +61,11 @@ def _what_is_there_is_not_collected() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Gives them back at the end. Else Triton's library lists its functions that are part of cycles as leaked."""
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def _restored_settings() -> Iterator[None]:
     """Restores what libraries set for the whole process: environment variables, and Accelerate's shared state.
