@@ -232,11 +232,16 @@ def test_what_gains_nothing_is_not_called_harmless_without_proof(case: Case) -> 
 
 @pytest.mark.parametrize("seeds", [2, 3])
 @pytest.mark.parametrize("shift", [0.0, 0.02])
-def test_no_more_pairs_are_offered_where_the_script_ignores_its_seeds(
+def test_no_more_pairs_are_made_or_offered_where_the_script_ignores_its_seeds(
     case: Case, seeds: int, shift: float
 ) -> None:
     case.write({"*": {"seedless": True}, "bf16": {"seconds": 0.005, "shift": shift}})
-    one = case.candidate(seeds=seeds)
+    told: list[str] = []
+    watcher = Watcher()
+    watcher.say = told.append  # type: ignore[method-assign]
+    one = case.candidate(seeds=seeds, watcher=watcher)
+    assert case.calls == [run.name for run in schedule(case.request(seeds=2))]
+    assert any("ignores its seed" in line and "2 more runs" in line for line in told) is (seeds == 3)
     assert (one["parity"], one["seeds"]) == ("inconclusive" if shift else "consistent", 1), one["reason"]
     assert "every seed gave the same FP32 run, so more pairs prove nothing; draw " in one["advice"]
     assert (one["command"].startswith("mezzo run "), one["proof"]) == (not shift, "")
