@@ -67,7 +67,9 @@ def next_steps(candidates: Mapping[str, Candidate]) -> list[str]:
     lines = []
     for (advice, use, proof), names in steps.items():
         whose = f" for {' and '.join(names)}" if len(steps) > 1 else ""
-        lines += [f"Next{whose}: {advice}{':' if use else '.'}", *[f"  {use}"] * bool(use)]
+        what, _, why = advice.partition(". ")
+        lines += [f"Next{whose}: {what}:", f"  {use}"] if use else [f"Next{whose}: {advice}."]
+        lines += [f"{why}."] * bool(use and why)
         if proof:
             lines += [f"Or prove that {names[0]} is as good as FP32, in a new folder:", f"  {proof}"]
     return lines
@@ -148,16 +150,16 @@ def unclear_speed(one: Candidate) -> str:
 def _unproven(one: Candidate) -> str:
     """Why equality is not proven: intervals that exceed their margin, or none; empty where the margin holds them."""
     if one["seeds"] == 1 < len(one["pairs"]):
-        how = "draw the initial weights or the data's order from the generators of torch, NumPy or random"
-        return f"every seed gave the same FP32 run, so more pairs prove nothing; {how}"
+        how = "Draw the initial weights or the data's order from the generators of torch, NumPy or random"
+        return f"Every seed gave the same FP32 run, so more pairs prove nothing. {how}"
     if one["seeds"] == 1:
-        return "one pair of runs shows no spread"
+        return "One pair of runs shows no spread"
     wide = []
     for what, margin in (("metric", one["metric_margin"]), ("loss", one["margin"])):
         end = max(map(abs, one[f"{what}_gap_interval"] or [0.0]))
         if end > (margin or 0.0):
-            wide.append(f"the interval of the {what} reaches {end:.2g}, its margin is {margin:.2g}")
-    return " and ".join(wide)
+            wide.append(f"The interval of the {what} reaches {end:.2g}, beyond its margin of {margin:.2g}")
+    return ". ".join(wide)
 
 
 def _needed(one: Candidate) -> float:
@@ -210,13 +212,13 @@ def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tup
         more = {**asked, "seeds": FEWEST_FOR_TOST}
         its = request.demo or (request.target if request.is_module else Path(request.target).resolve().stem)
         out = "" if str(folder) == f"mezzo-compare-{its}" else str(folder)
-        why = "; one pair shows no spread, so nothing tells how many are enough" * (one["seeds"] == 1)
-        return f"make 3 pairs of runs (finished runs are kept{why})", compare_command(more, out)
+        why = ". One pair shows no spread, so nothing tells how many are enough" * (one["seeds"] == 1)
+        return f"make 3 pairs of runs. Finished runs are kept{why}", compare_command(more, out)
     if word == "inconclusive":
         if one["cause"]:
             return "let the script train for a fixed number of steps", ""
         if ignores_seeds:
-            return f"make the script use its seed: {_unproven(one)}", ""
+            return f"make the script use its seed. {_unproven(one)}", ""
         seeds = max(request.seeds + 1, _needed(one) or 2 * request.seeds)
         if seeds > MOST_RUNS:
             other = "test on more data" if request.metric else "judge by a metric (--metric)"
@@ -228,12 +230,12 @@ def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tup
     proven = ""
     if word == "consistent" and (why := _unproven(one)):
         longer = ", or fewer longer ones," * (_needed(one) > MOST_RUNS)
-        enough = f"; {_pairs(_needed(one))}{longer} would probably prove it" if _needed(one) else ""
-        proven = f", without proof ({why}{enough})"
+        enough = f". To prove it, {_pairs(_needed(one))}{longer} would probably do" if _needed(one) else ""
+        proven = f", without proof. {why}{enough}"
     saves = (one["peak_memory_ratio"] or 1.0) < LITTLE
     if one["speed_word"] == "slower" and not saves:
         why = "'16 bits is not faster, or slower' in docs/troubleshooting.md says why"
-        return f"stay with FP32: no harm was found{proven}, but nothing is gained here. {why}", "mezzo doctor"
+        return f"stay with FP32: nothing is gained here. {why}. No harm was found{proven}", "mezzo doctor"
     if one["speed_word"] != "faster" and not saves:
         return "see which precision is fast here, since little or nothing was saved", "mezzo doctor"
     if request.demo:

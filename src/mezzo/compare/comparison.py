@@ -154,8 +154,8 @@ def _run_all(request: Request, folder: Path, told: Watcher, command: tuple[str, 
         if plan.name == f"{BASELINE}-1" and index < len(planned):  # ends the second seed's runs
             first, second = (runs[BASELINE][k].result(request.how_metric) for k in (0, 1))
             if first.same_as(second):
-                left = len(planned) - index
-                told.say(f"The script ignores its seed: FP32 is the same with two. {left} more runs are left out.")
+                left = f"The last {len(planned) - index} runs are left out"
+                told.say(f"The script ignores its seed: two seeds gave the same FP32 run. {left}.")
                 break
     return runs
 
