@@ -290,7 +290,7 @@ def test_the_diff_is_what_write_does(tmp_path: Path, monkeypatch: pytest.MonkeyP
     if shutil.which("patch"):
         subprocess.run(["patch", "-p0"], input=shown.out, text=True, check=True, capture_output=True)
         assert Path("one.py").read_text() == after
-    assert main(["migrate", "--write", "two.py", "other.py"]) == 0
+    assert main(["migrate", "two.py", "--write", "other.py"]) == 0
     assert Path("two.py").read_text() == after
     assert main(["migrate", "two.py"]) == 0
     assert "nothing to change" in capsys.readouterr().err
