@@ -173,6 +173,9 @@ QUICK, MORE, RUN = "quick look, ", "mezzo compare ", "mezzo run --precision bf16
         ({"fp16": {"nan": 30}}, "divergent", "its loss is nan from step 30", "worse: with",
          "mezzo run --precision fp16 "),
         ({"bf16": {"crash": "OSError: no kernel"}}, "divergent", "OSError: no kernel", "failed: run bf16-0", RUN),
+        ({"bf16": {"crash": "MezzoError: no scale. Cause: mul. Try: fp32"}}, "divergent", "Try: fp32",
+         "failed: run bf16-0 ended with exit status 1, FP32's did not (output: runs/bf16-0.log): MezzoError: no scale.",
+         RUN),
         ({"bf16": {"signal": 11}}, "divergent", "was killed or crashed", "failed: run bf16-0 was killed", RUN),
     ],
 )  # fmt: skip
@@ -185,6 +188,7 @@ def test_what_a_candidate_is_called(
     assert one["parity"] == parity, one["reason"]
     assert says in one["reason"]
     assert one["plain"].startswith(plain)
+    assert "Try:" not in one["plain"]
     assert command in one["command"]
 
 

@@ -106,7 +106,8 @@ def _judged(one: Candidate, request: Request) -> str:
         found = found.replace(" (", f" within {within} (")
     elif cause:
         found = "failed" if one["failed"] else "can't tell" if word == "inconclusive" else READING[word]
-        found += f": {cause[0].lower()}{cause[1:].rstrip('.')}"
+        short = cause.partition(". ")[0] if one["failed"] else cause  # `reason` has all of a long error
+        found += f": {short[0].lower()}{short[1:].rstrip('.')}"
     if not cause:
         found += ", not proof)" if word == "consistent" else ")"
     if request.seeds < FEWEST_FOR_TOST and word != "divergent":
