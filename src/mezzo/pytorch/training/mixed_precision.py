@@ -30,7 +30,7 @@ from mezzo.core.ranges import RangeRow
 from mezzo.core.records import RecordWriter, writer_of
 from mezzo.pytorch import distributed, loss_scaler
 from mezzo.pytorch.auto import TrialDecision
-from mezzo.pytorch.autocast.context import Context
+from mezzo.pytorch.autocast.context import Context, forget_entries
 from mezzo.pytorch.kernels.not_traced import breaks_graph
 from mezzo.pytorch.monitor.operations import users_line
 from mezzo.pytorch.optim.fused import FusedOptimizer
@@ -226,6 +226,8 @@ class MixedPrecision:
             own, (str, os.PathLike)
         ):  # emptied last: an error above leaves an earlier run's records
             open(own, "w").close()
+        if not any(mp._looks for mp in _ALIVE):  # else one of these may have begun its first forward pass
+            forget_entries()
         _ALIVE.add(self)
 
     def _train(self, optimizer: Optimizer, policy: Policy, release: bool) -> None:
