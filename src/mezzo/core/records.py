@@ -144,6 +144,7 @@ class ModuleRounding:
     signed: float  # the sum over the outputs' elements of e, the gradient times the rounding error
     squares: float  # the sum of e * e
     cause: str = ""  # the operation with the first number too large for the format
+    near: bool = False  # whether that number is not too large yet, but would be if doubled
 
 
 @dataclass(frozen=True)
