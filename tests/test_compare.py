@@ -279,6 +279,23 @@ def test_each_candidate_has_a_next_step_and_equal_ones_are_told_once(case: Case)
     assert [one.partition(" of the ")[2][:6] for one in told if "reaches" in one] == ["metric", "loss r"]
 
 
+@pytest.mark.parametrize(
+    ("word", "memory", "first"),
+    [("faster", (0.5, 0.9), "fp16"), ("not told apart", (0.5, 0.9), "bf16"), ("not told apart", (0.5, 0.5), "bf16"),
+     ("not told apart", (0.9, 0.5), "fp16")],
+)  # fmt: skip
+def test_next_steps_are_in_the_order_of_speeds_that_are_known_then_of_memory(
+    case: Case, word: str, memory: tuple[float, float], first: str
+) -> None:
+    speeds = zip(("bf16", "fp16"), (1.2, 1.9), memory)
+    one = case.candidate(seeds=3)
+    found = {
+        name: {**one, "advice": name, "speedup": speed, "speed_word": word, "peak_memory_ratio": share}
+        for name, speed, share in speeds
+    }
+    assert next_steps(found)[0].startswith(f"Next for {first}")
+
+
 def test_a_longer_comparison_of_a_candidate_has_a_folder_of_its_own(case: Case) -> None:
     case.write({"bf16": {"spread": 0.006}})
     found = case.compare(seeds=3, precisions=("bf16", "fp16"))["candidates"]

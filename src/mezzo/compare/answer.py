@@ -55,11 +55,12 @@ def tf32_off(notes: Iterable[str], request: Request, folder: Path) -> list[str]:
 
 
 def next_steps(candidates: Mapping[str, Candidate]) -> list[str]:
-    """What to do next with each candidate, as lines: usable before others, then the fastest; equal steps once."""
+    """What to do next with each candidate, as lines: usable ones first, then fast and small ones; equal steps once."""
 
-    def rank(item: tuple[str, Candidate]) -> tuple[int, float, int]:
-        word = ORDER.index(item[1]["parity"])
-        return max(word, 1), -round(item[1]["speedup"] or 0.0, 1), word
+    def rank(item: tuple[str, Candidate]) -> tuple[float, ...]:
+        one, word = item[1], ORDER.index(item[1]["parity"])
+        speed = one["speedup"] if one["speed_word"] in ("faster", "slower") else 1.0  # else it may be noise
+        return max(word, 1), -round(speed, 1), round(one["peak_memory_ratio"] or 1.0, 2), word
 
     steps: dict[tuple[str, ...], list[str]] = {}
     for name, one in sorted(candidates.items(), key=rank):
