@@ -256,11 +256,13 @@ def test_an_overflow_is_never_shown_as_a_small_change() -> None:
         "reads": "overflows in sub",
         "reads.inner": "overflows in linear",
         "absorbs": "overflows in mul",
-        "near": "is within 2x of overflow in mul",
+        "near": "comes within 2x of overflow in mul",
         "sometimes": "overflows in add",
         "over": "0.5 over",
         "both": "1 over",
     }
+    assert "marked over" in found.title(["fp16"])
+    assert "marked over" not in ranked(row("near", "fp16", 1e-4, "mul", near=True)).title(["fp16"])
     advice = recommend([*steps(FINE), SensitivityRecord(0, 2.0, record)], native={"fp16"}, ranked=["fp16"])
     assert [(one.module, one.op) for one in advice.kept] == [("reads.inner", "linear"), ("over", "add")]
     (told,) = (line for line in advice.plain if line.startswith("Keep in FP32"))

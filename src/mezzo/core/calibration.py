@@ -70,7 +70,7 @@ class ModuleSensitivity:
 
     def overflows(self, format: str) -> str:
         """What the operation in `causes` does, as a verb."""
-        return f"is within {2**HEADROOM}x of overflow" if format in self.near else "overflows"
+        return f"comes within {2**HEADROOM}x of overflow" if format in self.near else "overflows"
 
     def cell(self, format: str) -> str:
         """The change in a table."""
@@ -108,7 +108,7 @@ class Sensitivity:
     def title(self, formats: Sequence[str]) -> str:
         """What the numbers of `table` are."""
         found = f"Expected change of the loss ({self.loss:.3g}) if a module alone runs in a format, the largest first."
-        if not any(" over" in cell for _, *cells in self.table(formats) for cell in cells):
+        if not any(cell.endswith(" over") for _, *cells in self.table(formats) for cell in cells):
             return found
         if set(self.formats) & QUANTIZED:
             most = f"the rest together change it by at most {self.margin:.2%}{_SQUARES}"
@@ -197,8 +197,8 @@ class Recommendation:
         keep = f"Keep in FP32: {some}." if some else "No module has to stay in FP32."
         keep += self._absorbed
         if self.format == "fp16":
-            found += [f"It needs a {scale}: the largest gradient is the {self.gradient}.", keep]
-            found += [f"Policy: {self.policy}"]
+            needs = f"It needs a {scale}: the largest gradient is the {self.gradient}."
+            found += [needs, keep, f"Policy: {self.policy}"]
         else:
             found += [f"fp16 would need a {scale}. {keep}"]
         return [*found, *self.notes]
