@@ -206,8 +206,10 @@ def test_without_a_gradient_nothing_is_recommended(rows: list[list[RangeRow]]) -
         recommend(steps(*rows), native={"fp16"})
 
 
-def row(module: str, format: str = "bf16", change: float = 1e-4, cause: str = "") -> ModuleRounding:
-    return ModuleRounding(module, "Linear", format, 0.0, change**2, cause)
+def row(
+    module: str, format: str = "bf16", change: float = 1e-4, cause: str = "", near: bool = False
+) -> ModuleRounding:
+    return ModuleRounding(module, "Linear", format, 0.0, change**2, cause, near)
 
 
 def ranked(*rows: ModuleRounding) -> Sensitivity:
@@ -241,19 +243,31 @@ def test_an_overflow_is_never_shown_as_a_small_change() -> None:
     """Not where a later operation absorbs it, and not in a module that reads it; a policy keeps the module it is in."""
     record = [row("absorbs", "fp16", 0.0, "mul"), row("reads", "fp16", math.inf, "module reads.inner")]
     record += [row("reads.inner", "fp16", math.inf, "linear"), row("over", "fp16", 0.5, "add")]
-    found = ranked(*record, row("reads", "fp16", math.inf, "sub"), row("both", "fp16", 1.0, "module both.a"))
+    found = ranked(
+        *record,
+        row("reads", "fp16", math.inf, "sub"),
+        row("both", "fp16", 1.0, "module both.a"),
+        row("near", "fp16", 1e-4, "mul", near=True),
+        row("sometimes", "fp16", 1e-4, "mul", near=True),
+        row("sometimes", "fp16", 1e-4, "add"),
+    )
     table = {module: cell for module, cell in found.table(["fp16"])[1:]}
     assert table == {
         "reads": "overflows in sub",
         "reads.inner": "overflows in linear",
         "absorbs": "overflows in mul",
+        "near": "comes within 2x of overflow in mul",
+        "sometimes": "overflows in add",
         "over": "0.5 over",
         "both": "1 over",
     }
+    assert "marked over" in found.title(["fp16"])
+    assert "marked over" not in ranked(row("near", "fp16", 1e-4, "mul", near=True)).title(["fp16"])
     advice = recommend([*steps(FINE), SensitivityRecord(0, 2.0, record)], native={"fp16"}, ranked=["fp16"])
     assert [(one.module, one.op) for one in advice.kept] == [("reads.inner", "linear"), ("over", "add")]
     (told,) = (line for line in advice.plain if line.startswith("Keep in FP32"))
-    assert " mul in absorbs: numbers are beyond fp16's largest" in told
+    assert " Later operations absorb an infinity of mul in absorbs, as tanh does" in told
+    assert "largest" not in told  # the cell says it
     assert told.endswith("To avoid it, add module.absorbs=fp32.")
     quiet = recommend([*steps(FINE), SensitivityRecord(0, 2.0, record[1:])], native={"fp16"}, ranked=["fp16"])
     assert "absorb" not in " ".join(quiet.plain)
@@ -266,5 +280,5 @@ def test_a_ranking_in_json_and_in_a_record_is_strict() -> None:
     plain = json.loads(found.to_json(), parse_constant=lambda name: pytest.fail(name))["sensitivity"]
     (module,) = plain["modules"]
     told = {"module": "a", "kind": "Linear", "lowest": "fp32", "bears": []}
-    assert module == {**told, "changes": {"fp16": "inf"}, "causes": {"fp16": "mul"}}
+    assert module == {**told, "changes": {"fp16": "inf"}, "causes": {"fp16": "mul"}, "near": []}
     assert (plain["formats"], plain["steps"]) == (["fp16"], 1)

@@ -173,6 +173,9 @@ QUICK, MORE, RUN = "quick look, ", "mezzo compare ", "mezzo run --precision bf16
         ({"fp16": {"nan": 30}}, "divergent", "its loss is nan from step 30", "worse: with",
          "mezzo run --precision fp16 "),
         ({"bf16": {"crash": "OSError: no kernel"}}, "divergent", "OSError: no kernel", "failed: run bf16-0", RUN),
+        ({"bf16": {"crash": "MezzoError: no scale. Cause: mul. Try: fp32"}}, "divergent", "Try: fp32",
+         "failed: run bf16-0 ended with exit status 1, FP32's did not (output: runs/bf16-0.log): MezzoError: no scale.",
+         RUN),
         ({"bf16": {"signal": 11}}, "divergent", "was killed or crashed", "failed: run bf16-0 was killed", RUN),
     ],
 )  # fmt: skip
@@ -185,6 +188,7 @@ def test_what_a_candidate_is_called(
     assert one["parity"] == parity, one["reason"]
     assert says in one["reason"]
     assert one["plain"].startswith(plain)
+    assert "Try:" not in one["plain"]
     assert command in one["command"]
 
 
@@ -226,19 +230,24 @@ def test_what_gains_nothing_is_not_called_harmless_without_proof(case: Case) -> 
     case.write({"bf16": {"seconds": 0.02, "spread": 0.006}})
     one = case.candidate(seeds=3)
     assert (one["parity"], one["speed_word"]) == ("consistent", "slower"), one["reason"]
-    assert "no harm was found, without proof (the interval of the loss reaches 0.013" in one["advice"]
+    assert "No harm was found, without proof. The interval of the loss reaches 0.013, beyond" in one["advice"]
     assert "does no harm" not in one["advice"]
 
 
 @pytest.mark.parametrize("seeds", [2, 3])
 @pytest.mark.parametrize("shift", [0.0, 0.02])
-def test_no_more_pairs_are_offered_where_the_script_ignores_its_seeds(
+def test_no_more_pairs_are_made_or_offered_where_the_script_ignores_its_seeds(
     case: Case, seeds: int, shift: float
 ) -> None:
     case.write({"*": {"seedless": True}, "bf16": {"seconds": 0.005, "shift": shift}})
-    one = case.candidate(seeds=seeds)
+    told: list[str] = []
+    watcher = Watcher()
+    watcher.say = told.append  # type: ignore[method-assign]
+    one = case.candidate(seeds=seeds, watcher=watcher)
+    assert case.calls == [run.name for run in schedule(case.request(seeds=2))]
+    assert any("ignores its seed" in line and "last 2 runs" in line for line in told) is (seeds == 3)
     assert (one["parity"], one["seeds"]) == ("inconclusive" if shift else "consistent", 1), one["reason"]
-    assert "every seed gave the same FP32 run, so more pairs prove nothing; draw " in one["advice"]
+    assert "Every seed gave the same FP32 run, so more pairs prove nothing. Draw " in one["advice"]
     assert (one["command"].startswith("mezzo run "), one["proof"]) == (not shift, "")
     assert "pairs can prove" not in one["reason"]
     assert "pairs of runs" not in one["advice"]
@@ -258,6 +267,33 @@ def test_each_candidate_has_a_next_step_and_equal_ones_are_told_once(case: Case)
     commands = [line.strip() for line in lines if line.startswith("  ")]
     assert commands == [found["bf16"]["command"], found["bf16"]["proof"], found["fp16"]["command"]]
     assert next_steps({"fp16": found["fp16"]})[0].startswith("Next: ")
+    first, _, reasons, *_ = lines
+    assert (
+        first == "Next for bf16: use bf16, without proof:"
+    )  # the command follows what to do, and the reasons that
+    assert reasons.startswith("The interval of the loss reaches")
+    page = html.unescape(build(case.out).read_text(encoding="utf-8"))
+    assert f"without proof: <code>{found['bf16']['command']}</code>. {reasons}</p>" in page
+    both = {**found["bf16"], "metric_margin": 0.2, "metric_gap_interval": [-0.5, 0.5]}
+    told = answer("bf16", both, case.request(seeds=3), case.out)["advice"].split(". ")
+    assert [one.partition(" of the ")[2][:6] for one in told if "reaches" in one] == ["metric", "loss r"]
+
+
+@pytest.mark.parametrize(
+    ("word", "memory", "first"),
+    [("faster", (0.5, 0.9), "fp16"), ("not told apart", (0.5, 0.9), "bf16"), ("not told apart", (0.5, 0.5), "bf16"),
+     ("not told apart", (0.9, 0.5), "fp16")],
+)  # fmt: skip
+def test_next_steps_are_in_the_order_of_speeds_that_are_known_then_of_memory(
+    case: Case, word: str, memory: tuple[float, float], first: str
+) -> None:
+    speeds = zip(("bf16", "fp16"), (1.2, 1.9), memory)
+    one = case.candidate(seeds=3)
+    found = {
+        name: {**one, "advice": name, "speedup": speed, "speed_word": word, "peak_memory_ratio": share}
+        for name, speed, share in speeds
+    }
+    assert next_steps(found)[0].startswith(f"Next for {first}")
 
 
 def test_a_longer_comparison_of_a_candidate_has_a_folder_of_its_own(case: Case) -> None:
@@ -269,11 +305,11 @@ def test_a_longer_comparison_of_a_candidate_has_a_folder_of_its_own(case: Case) 
 @pytest.mark.parametrize(
     ("spread", "seeds", "says", "proof"),
     [
-        (0.006, 3, "use bf16, without proof (the interval of the loss reaches 0.013, its margin is 0.0052; about", 16),
+        (0.006, 3, "use bf16, without proof. The interval of the loss reaches 0.013, beyond its margin of 0.0052.", 16),
         (0.02, 3, "about 161 pairs of runs, or fewer longer ones, would", 161),
         (1.0, 3, "train longer, or judge by a metric (--metric). With this script more than 10,000 pairs", 0),
         (0.0, 3, "use bf16", 0),
-        (0.006, 1, "one pair shows no spread", 0),
+        (0.006, 1, "One pair shows no spread", 0),
     ],
 )  # fmt: skip
 def test_what_is_not_proven_says_how_many_pairs_would_do(

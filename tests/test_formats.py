@@ -265,8 +265,17 @@ def test_no_number_is_taken_for_an_option(number: str, capsys: pytest.CaptureFix
     assert signs == {name: "1" if form.signed else "" for name, form in FORMATS.items()}
 
 
-def test_show_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["formats", "--json", "--overflow", "saturate", "show", "1e6", "1/3"]) == 0
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--json --overflow saturate e4m3fn fp64 show 1e6 1/3",
+        "e4m3fn --json fp64 --overflow saturate show 1e6 1/3",
+        "e4m3fn fp64 show --overflow=saturate 1e6 --json 1/3",
+        "e4m3fn fp64 show 1e6 1/3 --json --overflow saturate",
+    ],
+)
+def test_show_as_json_with_its_options_anywhere(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["formats", *words.split()]) == 0
     million, third = json.loads(capsys.readouterr().out)["numbers"]
     assert {row["name"]: row for row in million["formats"]}["e4m3fn"] == {
         "name": "e4m3fn",

@@ -319,6 +319,13 @@ def test_groups_that_end_do_not_wait_for_threads_that_wait_for_them(tmp_path: Pa
     assert ran.stdout.splitlines() == ["ended"] * 2
 
 
+def test_the_summary_of_a_launcher_names_the_comparison_of_its_script(tmp_path: Path) -> None:
+    ran = ranks(tmp_path, RANK, "fp16", "--epochs", "3")
+    assert ran.stderr.endswith(": mezzo compare rank.py --precision fp16 --nproc 2 -- --epochs 3\n"), (
+        ran.stderr
+    )
+
+
 def test_a_rank_that_raises_ends_the_others_with_its_message(tmp_path: Path) -> None:
     ran = ranks(tmp_path, RANK, "fp16", "fail")
     assert ran.returncode == 1

@@ -167,9 +167,13 @@ def test_a_collapse_names_the_cause() -> None:
         fit(net(), loader(plant=1), mezzo.lightning.precision("fp16", loss_scale=scale))
 
 
-def test_an_overflow_is_a_warning() -> None:
-    with pytest.warns(UserWarning, match=r"optimizer step 3: forward of linear in body\.0"):
-        fit(net(), loader(plant=3), mezzo.lightning.precision("fp16", loss_scale=256))
+def test_the_first_overflow_is_a_warning() -> None:
+    plugin = mezzo.lightning.precision("fp16", loss_scale=256)
+    with pytest.warns(UserWarning, match=r"optimizer step 3: forward of linear in body\.0") as told:
+        fit(net(), loader(plant=3), plugin, max_epochs=3)
+    (text,) = (str(one.message) for one in told if "overflow in" in str(one.message))
+    assert "Later ones are only in plugin.findings" in text
+    assert len(plugin.findings) == 3
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -290,7 +290,7 @@ def test_the_diff_is_what_write_does(tmp_path: Path, monkeypatch: pytest.MonkeyP
     if shutil.which("patch"):
         subprocess.run(["patch", "-p0"], input=shown.out, text=True, check=True, capture_output=True)
         assert Path("one.py").read_text() == after
-    assert main(["migrate", "--write", "two.py", "other.py"]) == 0
+    assert main(["migrate", "two.py", "--write", "other.py"]) == 0
     assert Path("two.py").read_text() == after
     assert main(["migrate", "two.py"]) == 0
     assert "nothing to change" in capsys.readouterr().err
@@ -315,7 +315,20 @@ def test_an_autocast_that_is_off_without_cuda_until_it_is_mezzos_is_noted(
     assert one["on_cpu"] == lines
     main(["migrate", str(script)])
     noted = [told for told in capsys.readouterr().err.splitlines() if "torch.cuda.is_available()" in told]
-    assert [told.partition(": torch.")[0] for told in noted] == [f"{script}:{line}" for line in lines]
+    assert len(noted) == bool(lines)
+    assert [int(line) for told in noted for line in re.findall(r"(?:py:|lines? |, )(\d+)", told)] == lines
+
+
+def test_a_reason_is_told_once_with_all_its_lines(tmp_path: Path, capsys: Output) -> None:
+    script = tmp_path / "t.py"
+    uses = "with torch.autocast('cuda'): pass\n" * 2
+    script.write_text(f"import torch\nisinstance(x, torch.autocast)\n{uses}f = torch.set_autocast_enabled\n")
+    main(["migrate", str(script)])
+    first, second, last = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"{script}:2: left alone: torch.autocast: line 2 tests for its class")
+    assert first.endswith(" (also lines 3, 4)")
+    assert second.startswith(f"{script}:5: left alone: ")
+    assert "nothing to change" in last
 
 
 def test_json_and_what_is_left_alone_on_stderr(tmp_path: Path, capsys: Output) -> None:

@@ -206,15 +206,22 @@ def masked(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("then", "cause"), [(numbers_of(40000.0), "mul"), (numbers_of(32000.0), ""), (masked, "")]
+    ("then", "cause", "near"),
+    [
+        (numbers_of(70000.0), "mul", False),
+        (numbers_of(40000.0), "mul", True),
+        (numbers_of(32000.0), "", False),
+        (masked, "", False),
+    ],
 )
 def test_a_number_on_the_way_counts_where_the_loss_depends_on_it(
-    then: Callable[[Tensor], Tensor], cause: str
+    then: Callable[[Tensor], Tensor], cause: str, near: bool
 ) -> None:
     """One doubling below the format's largest is headroom, since later steps are not seen; a mask hides a number."""
     model = around(does(nn.Linear(16, 16), lambda inside, x: then(inside(x))))
     assert causes(model) == ({"1": cause} if cause else {})
     assert causes(model, "bf16") == {}
+    assert {row.module for row in measured(model, "fp16")[0].rows if row.near} == ({"1"} if near else set())
 
 
 def within(large: float) -> nn.Module:

@@ -299,29 +299,25 @@ def _own_step(mp: Any, loss: Tensor) -> None:
     mp.optimizer.zero_grad()
 
 
-def _scheduled(mp: Any, loss: Tensor) -> None:
-    mp.step(loss)
+def _then(line: Callable[[Any], Any], *, if_stepped: bool = False) -> Callable[[Any, Tensor], None]:
+    """The lines of an old loop: a step, and one more line, after each step or after those that were taken."""
+
+    def lines(mp: Any, loss: Tensor) -> None:
+        if mp.step(loss).stepped or not if_stepped:
+            line(mp)
+
+    return lines
+
+
+def _schedule(mp: Any) -> None:
     mp.scheduler.step()
 
 
-def _scheduled_if_stepped(mp: Any, loss: Tensor) -> None:
-    if mp.step(loss).stepped:
-        mp.scheduler.step()
-
-
-def _averaged(mp: Any, loss: Tensor) -> None:
-    mp.step(loss)
+def _average(mp: Any) -> None:
     mp._average.__self__.update_parameters(mp.model)
 
 
-def _averaged_if_stepped(mp: Any, loss: Tensor) -> None:
-    if mp.step(loss).stepped:
-        mp._average.__self__.update_parameters(mp.model)
-
-
-def _clipped(mp: Any, loss: Tensor) -> None:
-    mp.step(loss)
-    nn.utils.clip_grad_norm_(mp.model.parameters(), 1.0)
+_clipped = _then(lambda mp: nn.utils.clip_grad_norm_(mp.model.parameters(), 1.0))
 
 
 class _Counter:
@@ -363,27 +359,27 @@ LEFT_OVER: dict[str, tuple[str, dict[str, Any], Line, str]] = {
     "scaled by a tensor": ("bf16", {}, lambda mp, loss: mp.step(loss * torch.tensor(1024.0)), "by 1024"),
     "backward before": ("bf16", {}, _backward_twice, r"gradients before .*Remove loss\.backward"),
     "own step, clipping in bf16": ("bf16", {"clip_norm": 1.0}, _own_step, r"'s clipping\. Replace"),
-    "average": ("bf16", {"ema": AveragedModel}, _averaged, r"update_parameters\(\).*Remove that line"),
+    "average": ("bf16", {"ema": AveragedModel}, _then(_average), r"update_parameters\(\).*Remove that line"),
     "average at each update": (
         "bf16",
         {"ema": AveragedModel, "accumulate": 2},
-        _averaged_if_stepped,
+        _then(_average, if_stepped=True),
         "Remove",
     ),
-    "average at each loss": ("bf16", {"ema": AveragedModel, "accumulate": 2}, _averaged, "Remove"),
+    "average at each loss": ("bf16", {"ema": AveragedModel, "accumulate": 2}, _then(_average), "Remove"),
     "clipping": ("fp16", {"accumulate": 3}, _clipped, "loss scale.*clip_norm="),
     "clipping of a masters' gradients": ("fp16,masters=fp32", {"accumulate": 3}, _clipped, "clip_norm="),
-    "scheduler": ("fp32", {"scheduler": StepLR}, _scheduled, r"scheduler\.step\(\).*Remove that line"),
+    "scheduler": ("fp32", {"scheduler": StepLR}, _then(_schedule), r"scheduler\.step\(\).*Remove that line"),
     "scheduler at each update": (
         "fp32",
         {"scheduler": StepLR, "accumulate": 2},
-        _scheduled_if_stepped,
+        _then(_schedule, if_stepped=True),
         "Remove",
     ),
     "scheduler at each loss": (
         "fp16",
         {"scheduler": StepLR, "accumulate": 3},
-        _scheduled,
+        _then(_schedule),
         "Remove that line",
     ),
 }
@@ -417,7 +413,7 @@ RIGHT: dict[str, tuple[str, dict[str, Any], Line]] = {
     ),
     "division by 1": ("bf16", {}, lambda mp, loss: mp.step(loss / 1)),
     "clipping without a loss scale": ("bf16", {"accumulate": 3}, _clipped),
-    "a scheduler without last_epoch": ("fp32", {"scheduler": _Counter()}, _scheduled),
+    "a scheduler without last_epoch": ("fp32", {"scheduler": _Counter()}, _then(_schedule)),
 }
 
 

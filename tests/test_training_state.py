@@ -14,7 +14,6 @@ import torch
 
 import mezzo
 from mezzo.core.errors import CallOrderError, UsageError
-from mezzo.pytorch.autocast import context as contexts
 from training_steps import (  # noqa: F401
     INF,
     OPTIMIZERS,
@@ -208,6 +207,7 @@ OUTSIDE: dict[str, tuple[str, dict[str, Any], bool]] = {  # precision, arguments
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_a_loss_outside_autocast_is_told_once(name: str, recwarn: pytest.WarningsRecorder) -> None:
     precision, given, told = OUTSIDE[name]
+    warnings.simplefilter("always")
 
     def train(context: Any = None) -> list[str]:
         model, x = network(), batch()[0]
@@ -225,9 +225,9 @@ def test_a_loss_outside_autocast_is_told_once(name: str, recwarn: pytest.Warning
     assert len(warned) == told
     words = (f"{__file__} ", f"ran in {precision[-4:]}. ", "with mp.autocast")
     assert all(word in one for one in warned for word in words)
-    for context in ("mp", mezzo.autocast("bf16"), torch.autocast("cpu", torch.bfloat16)):
-        ignores = "module" in precision and isinstance(context, torch.autocast)
-        assert len(train(context)) == ignores
+    assert train("mp") == []
+    assert len(train(mezzo.autocast("bf16"))) == (told and precision != "bf16")  # of another format
+    assert len(train(torch.autocast("cpu", torch.bfloat16))) == told
 
 
 @pytest.mark.parametrize(
@@ -256,13 +256,12 @@ def test_module_patterns_that_a_foreign_autocast_ignores_are_told_once(precision
         assert train(right) == []
 
 
-def test_a_foreign_autocast_is_told_where_no_context_of_mezzo_s_was_entered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for right in (None, lambda mp: mezzo.autocast(mp.policy, "cpu"), lambda mp: mp.autocast()):
-        monkeypatch.setattr(contexts, "_contexts", {})  # as in a new process
+@pytest.mark.parametrize("precision", ["fp16", "fp16,op.softmax=lower", "bf16,op.linear=fp32"])
+def test_a_foreign_autocast_is_told_where_this_training_entered_no_context(precision: str) -> None:
+    """Also after a training in the same process that did; the last policy runs nothing of this model in 16 bits."""
+    for right in (lambda mp: mezzo.autocast(mp.policy, "cpu"), lambda mp: mp.autocast(), None):
         model, (x, _) = network(), batch()
-        mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp16")
+        mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), precision)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             for _ in range(2):

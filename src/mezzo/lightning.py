@@ -290,9 +290,8 @@ class _Plugin(TrainerStep):
             self._after_closure(self._trainer.lightning_module, optimizer)
 
     def _explain(self, optimizer: Optimizer, skipped: bool) -> None:
-        finding = self.explain(optimizer, skipped)
-        if finding is not None and finding.alarms:
-            warnings.warn(f"overflow in optimizer step {self.steps}: {finding}", stacklevel=3)
+        if told := self.observing.warning(self.explain(optimizer, skipped), "plugin.findings"):
+            warnings.warn(f"overflow in optimizer step {self.steps}: {told}", stacklevel=3)
 
     def _ended(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped, or its step was skipped."""

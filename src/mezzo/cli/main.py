@@ -81,8 +81,10 @@ def _run(verb: str, words: list[str]) -> int:
     try:
         if verb in RUN_A_SCRIPT:
             arguments = parser.parse_with_script(words, owns_rest=verb == "run")
-        else:
+        elif verb == "doctor":  # has a positional in an exclusive group, which argparse can't intermix
             arguments = parser.parse_args(words)
+        else:
+            arguments = parser.parse_intermixed_args(words)
     except SystemExit:  # argparse has printed its help
         return 0
     return int(module.run(arguments))

@@ -65,12 +65,16 @@ def run(arguments: argparse.Namespace) -> int:
         return status
     if not arguments.write:
         sys.stdout.buffer.write("".join(diffs.values()).encode("utf-8", "surrogateescape"))
+    off = "torch.cuda.amp.autocast is off on a computer without CUDA, Mezzo's is bf16. To keep it off there"
+    off += ": autocast(enabled=torch.cuda.is_available())"
     for name, one in done.items():
-        for line in one.on_cpu:
-            why = "torch.cuda.amp.autocast is off on a computer without CUDA, Mezzo's is bf16"
-            say(f"{name}:{line}: {why}. To keep it off there: autocast(enabled=torch.cuda.is_available())")
+        told = {off: [("", line) for line in one.on_cpu]} if one.on_cpu else {}
         for left in one.left:
-            say(f"{name}:{left.line}: left alone: {left.code}: {left.reason}; {left.fix}")
+            uses = told.setdefault(f"{left.reason}; {left.fix}", [])
+            uses.append((f"left alone: {left.code}: ", left.line))
+        for why, ((what, line), *more) in told.items():
+            also = ", ".join(str(other) for _, other in more)
+            say(f"{name}:{line}: {what}{why}{f' (also lines {also})' if also else ''}")
     of = f"{len(changed)} of {len(done)} files" if len(done) > 1 else "1 file"
     command = shlex.join(["mezzo", "migrate", "--write", *changed])
     says = f"{of} {'changed' if arguments.write else f'would change. To change: {command}'}"

@@ -55,11 +55,12 @@ def tf32_off(notes: Iterable[str], request: Request, folder: Path) -> list[str]:
 
 
 def next_steps(candidates: Mapping[str, Candidate]) -> list[str]:
-    """What to do next with each candidate, as lines: usable before others, then the fastest; equal steps once."""
+    """What to do next with each candidate, as lines: usable ones first, then fast and small ones; equal steps once."""
 
-    def rank(item: tuple[str, Candidate]) -> tuple[int, float, int]:
-        word = ORDER.index(item[1]["parity"])
-        return max(word, 1), -round(item[1]["speedup"] or 0.0, 1), word
+    def rank(item: tuple[str, Candidate]) -> tuple[float, ...]:
+        one, word = item[1], ORDER.index(item[1]["parity"])
+        speed = one["speedup"] if one["speed_word"] in ("faster", "slower") else 1.0  # else it may be noise
+        return max(word, 1), -round(speed, 1), round(one["peak_memory_ratio"] or 1.0, 2), word
 
     steps: dict[tuple[str, ...], list[str]] = {}
     for name, one in sorted(candidates.items(), key=rank):
@@ -67,7 +68,9 @@ def next_steps(candidates: Mapping[str, Candidate]) -> list[str]:
     lines = []
     for (advice, use, proof), names in steps.items():
         whose = f" for {' and '.join(names)}" if len(steps) > 1 else ""
-        lines += [f"Next{whose}: {advice}{':' if use else '.'}", *[f"  {use}"] * bool(use)]
+        what, _, why = advice.partition(". ")
+        lines += [f"Next{whose}: {what}:", f"  {use}"] if use else [f"Next{whose}: {advice}."]
+        lines += [f"{why}."] * bool(use and why)
         if proof:
             lines += [f"Or prove that {names[0]} is as good as FP32, in a new folder:", f"  {proof}"]
     return lines
@@ -104,7 +107,8 @@ def _judged(one: Candidate, request: Request) -> str:
         found = found.replace(" (", f" within {within} (")
     elif cause:
         found = "failed" if one["failed"] else "can't tell" if word == "inconclusive" else READING[word]
-        found += f": {cause[0].lower()}{cause[1:].rstrip('.')}"
+        short = cause.partition(". ")[0] if one["failed"] else cause  # `reason` has all of a long error
+        found += f": {short[0].lower()}{short[1:].rstrip('.')}"
     if not cause:
         found += ", not proof)" if word == "consistent" else ")"
     if request.seeds < FEWEST_FOR_TOST and word != "divergent":
@@ -148,16 +152,16 @@ def unclear_speed(one: Candidate) -> str:
 def _unproven(one: Candidate) -> str:
     """Why equality is not proven: intervals that exceed their margin, or none; empty where the margin holds them."""
     if one["seeds"] == 1 < len(one["pairs"]):
-        how = "draw the initial weights or the data's order from the generators of torch, NumPy or random"
-        return f"every seed gave the same FP32 run, so more pairs prove nothing; {how}"
+        how = "Draw the initial weights or the data's order from the generators of torch, NumPy or random"
+        return f"Every seed gave the same FP32 run, so more pairs prove nothing. {how}"
     if one["seeds"] == 1:
-        return "one pair of runs shows no spread"
+        return "One pair of runs shows no spread"
     wide = []
     for what, margin in (("metric", one["metric_margin"]), ("loss", one["margin"])):
         end = max(map(abs, one[f"{what}_gap_interval"] or [0.0]))
         if end > (margin or 0.0):
-            wide.append(f"the interval of the {what} reaches {end:.2g}, its margin is {margin:.2g}")
-    return " and ".join(wide)
+            wide.append(f"The interval of the {what} reaches {end:.2g}, beyond its margin of {margin:.2g}")
+    return ". ".join(wide)
 
 
 def _needed(one: Candidate) -> float:
@@ -210,13 +214,13 @@ def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tup
         more = {**asked, "seeds": FEWEST_FOR_TOST}
         its = request.demo or (request.target if request.is_module else Path(request.target).resolve().stem)
         out = "" if str(folder) == f"mezzo-compare-{its}" else str(folder)
-        why = "; one pair shows no spread, so nothing tells how many are enough" * (one["seeds"] == 1)
-        return f"make 3 pairs of runs (finished runs are kept{why})", compare_command(more, out)
+        why = ". One pair shows no spread, so nothing tells how many are enough" * (one["seeds"] == 1)
+        return f"make 3 pairs of runs. Finished runs are kept{why}", compare_command(more, out)
     if word == "inconclusive":
         if one["cause"]:
             return "let the script train for a fixed number of steps", ""
         if ignores_seeds:
-            return f"make the script use its seed: {_unproven(one)}", ""
+            return f"make the script use its seed. {_unproven(one)}", ""
         seeds = max(request.seeds + 1, _needed(one) or 2 * request.seeds)
         if seeds > MOST_RUNS:
             other = "test on more data" if request.metric else "judge by a metric (--metric)"
@@ -228,12 +232,12 @@ def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tup
     proven = ""
     if word == "consistent" and (why := _unproven(one)):
         longer = ", or fewer longer ones," * (_needed(one) > MOST_RUNS)
-        enough = f"; {_pairs(_needed(one))}{longer} would probably prove it" if _needed(one) else ""
-        proven = f", without proof ({why}{enough})"
+        enough = f". To prove it, {_pairs(_needed(one))}{longer} would probably do" if _needed(one) else ""
+        proven = f", without proof. {why}{enough}"
     saves = (one["peak_memory_ratio"] or 1.0) < LITTLE
     if one["speed_word"] == "slower" and not saves:
         why = "'16 bits is not faster, or slower' in docs/troubleshooting.md says why"
-        return f"stay with FP32: no harm was found{proven}, but nothing is gained here. {why}", "mezzo doctor"
+        return f"stay with FP32: nothing is gained here. {why}. No harm was found{proven}", "mezzo doctor"
     if one["speed_word"] != "faster" and not saves:
         return "see which precision is fast here, since little or nothing was saved", "mezzo doctor"
     if request.demo:

@@ -16,7 +16,7 @@ from mezzo.compare.runs import TRACEBACK, FinishedRun
 from mezzo.core.comparison import WIDE, Comparison, Parity
 from mezzo.core.compute import QUANTIZED
 from mezzo.core.policy import policy
-from mezzo.core.records import HAD_TF32, IN_NO_LAYER, OWN, OWN_PRECISION, SWITCHED_OFF
+from mezzo.core.records import EMULATED, HAD_TF32, IN_NO_LAYER, OWN, OWN_PRECISION, SWITCHED_OFF
 from mezzo.core.verdict import Margins, RunResult, Verdict, judge
 
 SCHEMA = 1
@@ -65,7 +65,8 @@ def _candidate(request: Request, name: str, each: Runs, results: Results, margin
         judged = Verdict(Parity.DIVERGENT, f"Failed: {why}", len(finished), cause=why)
     else:
         judged = judge(results[BASELINE], results.get(name, {}), results.get(PERTURBED, {}), margins)
-    others = (SWITCHED_OFF, OWN_PRECISION, HAD_TF32)
+    lacking = _lacking(request, runs)
+    others = (SWITCHED_OFF, OWN_PRECISION, HAD_TF32, *[EMULATED] * bool(lacking))
     noted = dict.fromkeys(note for run in runs.values() for note in run.notes if not note.startswith(others))
     lacks = any(IN_NO_LAYER in note for note in noted)
     if failed is None and lacks and not any(re.search(r" in \d+ linear layers?: ", note) for note in noted):
@@ -107,7 +108,7 @@ def _candidate(request: Request, name: str, each: Runs, results: Results, margin
                 {"seed": k, "loss_gap": gap, "metric": ours, "fp32_metric": theirs}
                 for k, gap, ours, theirs in judged.differences
             ],
-            "notes": [*judged.notes, *_lacking(request, runs), *noted],
+            "notes": [*judged.notes, *lacking, *noted],
             "failed": failed is not None,
             "exit_status": status,
         }
@@ -180,6 +181,9 @@ def _lacking(request: Request, runs: Mapping[int, FinishedRun]) -> list[str]:
         here = "this CPU" if device == "cpu" else f"this {device} device"
         for name in sorted(policy(run.started.policy).computed - {"fp32", "auto", *native}):
             how = f": {_HOW.get(name, 'stored in 16 bits, computed in FP32')}"
+            why = [note.partition(": ")[2].rstrip(".") for note in run.notes if note.startswith(EMULATED)]
+            if name in QUANTIZED and why:
+                how = f" ({min(why, key=lambda one: name not in one)}){how}"
             if not FRAMEWORKS[request.framework].emulates:
                 how = f" by {run.machine.get('backend') or request.framework}"
             notes[f"{name} is emulated on {here}{how}. Speed on hardware with {name} will differ."] = None

@@ -51,6 +51,7 @@ class ModuleSensitivity:
             that of a module inside, is not finite. Only modules with a product have formats of fewer than 16 bits.
         causes: format -> the operation that made the first number too large for the format; ``module PATH`` if one of
             the modules inside did, whose own row has the operation.
+        near: the formats for which that number is not too large yet, but would be if doubled.
         bears: the formats whose change is within the ranking's `limit`, the one with the fewest bits first.
         lowest: the first of `bears`; ``fp32`` if there is none.
     """
@@ -59,12 +60,17 @@ class ModuleSensitivity:
     kind: str
     changes: dict[str, float]
     causes: dict[str, str]
+    near: list[str]
     bears: list[str]
     lowest: str
 
     def refuses(self, format: str) -> bool:
         """Whether the change in a format is beyond the limit."""
         return format in self.changes and format not in self.bears
+
+    def overflows(self, format: str) -> str:
+        """What the operation in `causes` does, as a verb."""
+        return f"comes within {2**HEADROOM}x of overflow" if format in self.near else "overflows"
 
     def cell(self, format: str) -> str:
         """The change in a table."""
@@ -73,7 +79,7 @@ class ModuleSensitivity:
             return "-"
         finite, refused = math.isfinite(change), self.refuses(format)
         if cause and not (finite and refused):  # a later operation may absorb an infinity
-            return f"overflows in {cause}"
+            return f"{self.overflows(format)} in {cause}"
         return f"{change:.2g}{' over' if refused else ''}" if finite else "not finite"
 
 
@@ -102,7 +108,7 @@ class Sensitivity:
     def title(self, formats: Sequence[str]) -> str:
         """What the numbers of `table` are."""
         found = f"Expected change of the loss ({self.loss:.3g}) if a module alone runs in a format, the largest first."
-        if not any(" over" in cell for _, *cells in self.table(formats) for cell in cells):
+        if not any(cell.endswith(" over") for _, *cells in self.table(formats) for cell in cells):
             return found
         if set(self.formats) & QUANTIZED:
             most = f"the rest together change it by at most {self.margin:.2%}{_SQUARES}"
@@ -191,8 +197,8 @@ class Recommendation:
         keep = f"Keep in FP32: {some}." if some else "No module has to stay in FP32."
         keep += self._absorbed
         if self.format == "fp16":
-            found += [f"It needs a {scale}: the largest gradient is the {self.gradient}.", keep]
-            found += [f"Policy: {self.policy}"]
+            needs = f"It needs a {scale}: the largest gradient is the {self.gradient}."
+            found += [needs, keep, f"Policy: {self.policy}"]
         else:
             found += [f"fp16 would need a {scale}. {keep}"]
         return [*found, *self.notes]
@@ -208,12 +214,10 @@ class Recommendation:
         ]
         if not found:
             return ""
-        where = _names([f"{op} in {module or 'the model'}" for module, op in found])
+        where = _names([f"{op} in {module or 'the model'}" for module, op in found], " and ")
         fix = _names([f"module.{module}=fp32" for module, _ in found if module])
-        return (
-            f" {where}: numbers are beyond fp16's largest, or within {2**HEADROOM}x of it, and later operations absorb "
-            f"an infinity, as tanh does, so no step is skipped{fix and f'. To avoid it, add {fix}'}."
-        )
+        absorbed = f"Later operations absorb an infinity of {where}, as tanh does, so no step is skipped."
+        return f" {absorbed}{fix and f' To avoid it, add {fix}.'}"
 
     def lines(self, verbose: bool = False) -> list[str]:
         """`plain`, and the ranking; `verbose`: all modules and formats."""
@@ -443,7 +447,7 @@ def _kept(
             if op.startswith(INNER):
                 continue  # that module is kept: this one gets its result in FP32
             whys = ["alone changes the loss by more than the limit"] * (math.isfinite(change) or not op)
-            whys += [f"its operation {op} overflows in fp16"] * bool(op)
+            whys += [f"its operation {op} {inside.overflows('fp16')} in fp16"] * bool(op)
             found.setdefault(path, Kept(path, ", and ".join(whys), op=op))
     return list(found.values())
 
@@ -531,13 +535,15 @@ def rank(
     for module, by_format in found.items():
         changes = {name: math.sqrt(expected_square(rows)) for name, rows in by_format.items()}
         bears = [name for name, change in changes.items() if change <= limits.get(name, limit)]
-        causes = {}
+        causes, near = {}, list[str]()
         for name, rows in by_format.items():  # an operation of its own comes before the modules inside
-            if some := [row.cause for row in rows if row.cause]:
-                causes[name] = min(some, key=lambda one: one.startswith(INNER))
+            if some := [row for row in rows if row.cause]:
+                worst = min(some, key=lambda one: (one.cause.startswith(INNER), one.near))
+                causes[name] = worst.cause
+                near += [name] * worst.near
         bears.sort(key=lambda name: (bits[name], changes[name]))
         kind = next(iter(by_format.values()))[0].kind
-        modules.append(ModuleSensitivity(module, kind, changes, causes, bears, [*bears, "fp32"][0]))
+        modules.append(ModuleSensitivity(module, kind, changes, causes, near, bears, [*bears, "fp32"][0]))
 
     shown = [name for name, width in bits.items() if width >= 16] or list(bits)
     # By how many formats are refused, then by the change in the first.

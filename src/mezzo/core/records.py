@@ -29,6 +29,8 @@ HAD_TF32 = "the script switched TF32 on"
 """A note of a run in FP32 or emulated TF32 begins so if Mezzo has switched it off."""
 IN_NO_LAYER = " in no layer of this model"
 """What a run notes of a quantized format that none of a model's layers has."""
+EMULATED = "Emulated on "
+"""The note of a run begins so if the device lacks a quantized format, with why after a colon."""
 OWN = "own"
 """The policy in the records of a run whose script kept its own mixed precision."""
 OWN_PRECISION = "own precision: "
@@ -142,6 +144,7 @@ class ModuleRounding:
     signed: float  # the sum over the outputs' elements of e, the gradient times the rounding error
     squares: float  # the sum of e * e
     cause: str = ""  # the operation with the first number too large for the format
+    near: bool = False  # whether that number is not too large yet, but would be if doubled
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,10 @@ class RunResult:
         """Optimizer steps, moved or skipped; None where none was seen."""
         return None if self.moved is None else self.moved + self.skipped
 
+    def same_as(self, other: RunResult) -> bool:
+        """Whether the losses and the metric are equal to the last bit."""
+        return np.array_equal(self.losses, other.losses) and self.metric == other.metric
+
 
 Runs = Mapping[int, RunResult]
 """Runs by the numbers of their seeds."""
@@ -90,7 +94,7 @@ def judge(
         )
     if broken:
         return Verdict(Parity.DIVERGENT, broken, len(groups), notes=tuple(notes), cause=broken)
-    perturbed = {k: one for k, one in perturbed.items() if k in baseline and not _same(one, baseline[k])}
+    perturbed = {k: one for k, one in perturbed.items() if k in baseline and not one.same_as(baseline[k])}
 
     fp32 = {k: final_loss(run.losses) for k, run in baseline.items()}
     ours = {k: final_loss(candidate[k].losses) for k in numbers}
@@ -210,15 +214,11 @@ def _notes(baseline: Runs, candidate: Runs, numbers: list[int]) -> list[str]:
     return notes
 
 
-def _same(one: RunResult, other: RunResult) -> bool:
-    return np.array_equal(one.losses, other.losses) and one.metric == other.metric
-
-
 def _groups(runs: Runs) -> list[list[int]]:
     """Numbers of runs that are equal to the last bit, together."""
     groups: list[list[int]] = []
     for k in sorted(runs):
-        home = next((group for group in groups if _same(runs[group[0]], runs[k])), None)
+        home = next((group for group in groups if runs[group[0]].same_as(runs[k])), None)
         if home is None:
             groups.append([k])
         else:

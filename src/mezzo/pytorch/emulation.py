@@ -50,7 +50,8 @@ class Rounding(TorchDispatchMode):
         self.inside: list[Any] = []  # running calls of inner modules, whose operations are not rounded
         # Innermost call that runs operations itself -> whether it has a product.
         self.computed: dict[Any, bool] = {}
-        self.cause = ""  # what made the first number beyond the format's largest
+        self.cause = ""  # what made the first number beyond the format's largest, less the headroom
+        self.near = False  # whether that one is within the headroom
         self.masks = True  # whether all those are below 0, as a mask's on scores
         self.within = ""  # the first inner module that handed on a number beyond it, which stays FP32
 
@@ -124,7 +125,7 @@ class Rounding(TorchDispatchMode):
         beyond = torch.isfinite(tensor) & (size > self._most)
         self.masks &= not bool((beyond & (tensor > 0.0)).any())
         if not self.cause and bool(beyond.any()):
-            self.cause = _CALLED.get(name, name)
+            self.cause, self.near = _CALLED.get(name, name), bool(torch.isfinite(rounded[beyond]).all())
         return torch.where(beyond, tensor * math.inf, rounded)
 
     def _cast(self, tensor: Tensor) -> Tensor:

@@ -209,8 +209,8 @@ class Sensitivities(StepObserver):
                             key = path, row.format
                             if one := rows.get(key):
                                 signed, squares = one.signed + row.signed, one.squares + row.squares
-                                cause = one.cause or row.cause
-                                row = replace(one, signed=signed, squares=squares, cause=cause)
+                                worst = min(one, row, key=lambda each: (not each.cause, each.near))
+                                row = replace(worst, signed=signed, squares=squares)
                             rows[key] = row
         self._measured += 1
         shares = [recipe.last_blocks for recipe in self._recipes.values()]
@@ -303,7 +303,7 @@ class Sensitivities(StepObserver):
             cause = "" if mode.masks and is_finite(found) else mode.cause
             if mode.within and not cause:  # reading its result in FP32 costs nothing, and isn't this format
                 found, cause = torch.full_like(found, math.inf), f"{INNER}{mode.within}"
-            yield _row(call, form.name, found, cause)
+            yield _row(call, form.name, found, cause, near=mode.near and cause == mode.cause)
 
     def _layer_rows(self, call: _Call, format: str, times: float) -> Iterator[ModuleRounding]:
         """A linear layer's row for a format whose factors have scales; none for the head and other modules."""
@@ -351,6 +351,6 @@ class Sensitivities(StepObserver):
         return floats(output), mode
 
 
-def _row(call: _Call, format: str, found: Tensor, cause: str = "") -> ModuleRounding:
+def _row(call: _Call, format: str, found: Tensor, cause: str = "", near: bool = False) -> ModuleRounding:
     signed, squares = found.tolist() if is_finite(found) else (math.inf, math.inf)
-    return ModuleRounding(call.path, type(call.module).__name__, format, signed, squares, cause)
+    return ModuleRounding(call.path, type(call.module).__name__, format, signed, squares, cause, near)

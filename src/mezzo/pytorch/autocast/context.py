@@ -399,9 +399,17 @@ def _resolve(policy: object, device_type: str, enabled: bool) -> _Resolved:
     return _Resolved(resolved, True, dtype_of(resolved.activations))
 
 
-def was_entered() -> bool:
-    """Whether a context of Mezzo's was entered in this process, outside of compiled code."""
-    return any(context._transitions for context in _contexts.values())
+def forget_entries() -> None:
+    """Let `was_entered` begin anew, for the contexts that this thread is not in."""
+    for context in _contexts.values():
+        if not context._entered.get(_get_ident(), True):
+            del context._entered[_get_ident()]
+
+
+def was_entered(policy: Policy) -> bool:
+    """Whether a context with these rules was entered since `forget_entries`, outside of compiled code."""
+    entered = (context.policy for context in _contexts.values() if context._entered)
+    return any(one and (one.compute, one.ops) == (policy.compute, policy.ops) for one in entered)
 
 
 def _without_model(policy: Policy, *missing: tuple[str, str]) -> UsageError:

@@ -26,7 +26,7 @@ from mezzo.core.errors import UnknownNameError, UsageError, did_you_mean
 from mezzo.core.policy import Policy
 from mezzo.core.policy_text import is_pattern, matches
 from mezzo.core.recipes import recipe_of
-from mezzo.core.records import IN_NO_LAYER
+from mezzo.core.records import EMULATED, IN_NO_LAYER
 from mezzo.pytorch.autocast import active_policy
 from mezzo.pytorch.autocast.context import applied, context_of, default_device_type
 from mezzo.pytorch.dtypes import SIXTEEN_BITS
@@ -277,7 +277,7 @@ def _computed(kind: str, device: torch.device) -> str:
 
     if is_native(device, kind):
         return f"{kind} products run on {device.type} natively. Sums over a part of a block are padded with zeros."
-    return f"Emulated on {device.type}: {why_emulated(device, kind) or f'{PATH}=emulated'}."
+    return f"{EMULATED}{device.type}: {why_emulated(device, kind) or f'{PATH}=emulated'}."
 
 
 def _together(kind: str, layers: Mapping[str, list[str]]) -> list[str]:

@@ -22,6 +22,7 @@ from mezzo.core.calibration import conclusions
 from mezzo.core.commands import compare_command
 from mezzo.core.loss_scale import NoLossScale, StaticLossScale, power_text
 from mezzo.core.records import IN_NO_LAYER, LEFT_ALONE
+from mezzo.runner.lifecycle import of_torchrun
 
 if TYPE_CHECKING:
     from mezzo.core.records import OverflowRecord
@@ -198,8 +199,10 @@ def _unseen(session: Session) -> list[str]:
     if policy.compute != "fp16" or not moved or request.source is not None or request.apex:
         return []
     nproc = request.nproc if request.nproc > 1 else None
-    compare = compare_command({**vars(request), "precisions": [str(policy)], "nproc": nproc})
-    return [f"skipped steps do not show all harm of fp16. To test against FP32: {compare}"]
+    asked = {**vars(request), "precisions": [str(policy)], "nproc": nproc}
+    if (ranks := of_torchrun()) > 1 and request.is_module and sys.argv[0] in request.argv:  # of torchrun
+        asked |= {"target": sys.argv[0], "argv": sys.argv[1:], "is_module": False, "nproc": ranks}
+    return [f"skipped steps do not show all harm of fp16. To test against FP32: {compare_command(asked)}"]
 
 
 def _fallbacks() -> list[str]:

@@ -152,14 +152,12 @@ def outside_autocast(loss: Tensor, policy: Policy, model: nn.Module, stored: str
         compiled, casts = compiled or isinstance(node, BackwardCFunction), casts or "ToCopy" in node.name()
     if ignored:
         what = f"the policy's format of {', '.join(ignored[:3])} had no effect. Replace torch.autocast by mp.autocast"
-    elif not low or stored != "fp32" or compiled:
+    elif not low or stored != "fp32" or compiled or was_entered(policy):
         return
     elif not casts:
         what = f"nothing ran in {' or '.join(low)}. Compute it inside"
-    elif not was_entered():
-        what = "its formats are another autocast's, or the model's own. Replace torch.autocast by mp.autocast"
     else:
-        return
+        what = "its formats are another autocast's, or the model's own. Replace torch.autocast by mp.autocast"
     told = f"MixedPrecision: the loss was computed outside mp.autocast(), so {what}"
     warnings.warn(f"{told}: with mp.autocast(): loss = loss_fn(model(x), y).", stacklevel=3)
 

@@ -30,10 +30,9 @@ from mezzo.core.ranges import RangeRow
 from mezzo.core.records import RecordWriter, writer_of
 from mezzo.pytorch import distributed, loss_scaler
 from mezzo.pytorch.auto import TrialDecision
-from mezzo.pytorch.autocast.context import Context
+from mezzo.pytorch.autocast.context import Context, forget_entries
 from mezzo.pytorch.kernels.not_traced import breaks_graph
 from mezzo.pytorch.monitor.operations import users_line
-from mezzo.pytorch.monitor.overflow_tracer import ALARMS
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.state_dicts import FirstStates
 from mezzo.pytorch.optim.with_masters import WithMasters
@@ -202,7 +201,6 @@ class MixedPrecision:
             own = distributed.own_path(records)
             self._journal = Journal(writer_of(own, "MixedPrecision: records", "a"))
             self._findings: deque[OverflowReport] = deque(maxlen=100)
-            self._warned: bool | None = None  # whether the last warning named the place
             self._told: set[str] = set()  # warnings that come once
             self._steps = False  # whether the optimizer's step that runs is this object's
             self._doubled: tuple[int, ...] = ()  # the scheduler's `last_epoch` if the loop steps it as well
@@ -228,6 +226,8 @@ class MixedPrecision:
             own, (str, os.PathLike)
         ):  # emptied last: an error above leaves an earlier run's records
             open(own, "w").close()
+        if not any(mp._looks for mp in _ALIVE):  # else one of these may have begun its first forward pass
+            forget_entries()
         _ALIVE.add(self)
 
     def _train(self, optimizer: Optimizer, policy: Policy, release: bool) -> None:
@@ -585,18 +585,10 @@ class MixedPrecision:
                 self._journal.flush()
                 explained = collapse.named(self._findings[-1]) if self._findings else collapse
                 raise explained.going_on(scaler.how_to_go_on) from collapse
-        if finding is None or not finding.alarms or finding.cause == "unknown":
-            return result
-        if self._warned is None or finding.is_located > self._warned:
-            self._warned = finding.is_located
-            more = "Later ones" if self._warned else "One more follows if its line is found; later ones"
-            if self._ranks().is_first:  # the others have found the same
-                warnings.warn(
-                    f"MixedPrecision: update {self._journal.updates - 1} "
-                    f"{'was skipped' if skipped is True else 'stepped from a loss that is NaN or infinite'}: "
-                    f"{finding.sentence}.{finding.advice} {more} are only in mp.findings, {ALARMS} in all.",
-                    stacklevel=3,
-                )
+        told = observing.warning(finding, "mp.findings")
+        if told and self._ranks().is_first:  # the others have found the same
+            what = "was skipped" if skipped is True else "stepped from a loss that is NaN or infinite"
+            warnings.warn(f"MixedPrecision: update {self._journal.updates - 1} {what}: {told}", stacklevel=3)
         return result
 
     def _warn_once(self, message: str) -> None:

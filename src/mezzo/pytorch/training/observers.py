@@ -18,7 +18,7 @@ from mezzo.core.records import Record
 from mezzo.pytorch import loss_scaler
 from mezzo.pytorch.distributed import is_sharded
 from mezzo.pytorch.monitor.observer import StepObserver
-from mezzo.pytorch.monitor.overflow_tracer import NOT_TRACED, OverflowTracer
+from mezzo.pytorch.monitor.overflow_tracer import ALARMS, NOT_TRACED, OverflowTracer
 from mezzo.pytorch.monitor.ranges import DEFAULT_EVERY, RangeWatch
 from mezzo.pytorch.monitor.replay import running_again
 from mezzo.pytorch.training.resolved_precision import ResolvedPrecision
@@ -55,6 +55,7 @@ class Observers:
         self.tracer = next((one for one in observers if isinstance(one, OverflowTracer)), None)
         self._handles: list[Any] = []
         self._inside = 0
+        self._warned: bool | None = None  # whether the last warning named the place
         for model in [models] if isinstance(models, nn.Module) else models:
             self.watch(model)
 
@@ -122,6 +123,16 @@ class Observers:
             observer.update_ended(optimizer, index=index, number=0, skipped=skipped, loss_scale=loss_scale)
             finding = finding or observer.finding
         return finding
+
+    def warning(self, finding: OverflowReport | None, where: str) -> str:
+        """The text of a warning of the first finding that alarms, and of the first with a line; `where` all are."""
+        if finding is None or not finding.alarms or finding.cause == "unknown":
+            return ""
+        if self._warned is not None and finding.is_located <= self._warned:
+            return ""
+        self._warned = finding.is_located
+        more = "Later ones" if self._warned else "One more follows if its line is found; later ones"
+        return f"{finding.sentence}.{finding.advice} {more} are only in {where}, {ALARMS} in all."
 
     def step_dropped(self) -> None:
         """Backward raised."""
