@@ -16,6 +16,7 @@ from mezzo.core.policy import policy
 from mezzo.pytorch.autocast.modules import heads_of, with_heads
 from mezzo.pytorch.autocast.plan import plan
 from run_scripts import Ran
+from trainers import stepped
 
 
 def values(*shape: int, seed: int = 0) -> Tensor:
@@ -138,6 +139,38 @@ def test_the_weight_of_an_embedding_stays_in_bf16_as_the_head(name: str, compile
         listed = next(line for line in text.splitlines() if f"Not in {name}" in line)
         assert "embed (bf16" in listed
         assert "last (bf16" in listed
+
+
+def test_a_policy_used_before_does_not_decide_how_a_tied_head_is_multiplied() -> None:
+    texts, tokens = ("fp8", "bf16,module.head=fp8"), torch.arange(48).reshape(3, 16)
+
+    def losses(model: nn.Module, text: str) -> list[float | None]:
+        torch.manual_seed(0)
+        for module in (model.embed, model.up, model.down, model.last):
+            module.reset_parameters()
+        mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), text)
+        found = [
+            stepped(mp, lambda: F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())).loss
+            for _ in range(2)
+        ]
+        mp.close()
+        return found
+
+    alone = {text: losses(Tied(), text) for text in texts}
+    assert alone[texts[0]] != alone[texts[1]]
+    again = Tied()
+    for text in (*texts, *texts):
+        assert losses(again, text) == alone[text]
+
+
+def test_a_table_whose_module_is_in_bf16_stays_so_in_linear_products() -> None:
+    model = Shared()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mp = mezzo.MixedPrecision(model, optimizer, "mxfp8,module.embed=bf16")
+    with mp.autocast():
+        x, logits = model(torch.arange(64))
+    with mezzo.autocast("bf16", "cpu"):
+        assert torch.equal(F.linear(x, model.embed.weight), logits)
 
 
 def test_explain_says_which_layers_and_why() -> None:

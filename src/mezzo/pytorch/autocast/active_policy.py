@@ -18,7 +18,6 @@ from typing import NamedTuple
 import torch
 
 from mezzo import __version__
-from mezzo.core.compute import QUANTIZED
 from mezzo.core.errors import UnsupportedPrecisionError
 from mezzo.core.policy import Policy
 from mezzo.pytorch.autocast import recompute
@@ -198,7 +197,7 @@ def transition(before: int, device_type: str, policy: Policy | None) -> Transiti
 
 def is_by_parts(code: int) -> bool:
     """Whether under a label a layer inside another one may have a format of its own."""
-    return any(policy.modules or policy.compute in QUANTIZED for _, policy in binding_of(code))
+    return any(policy.is_by_parts for _, policy in binding_of(code))
 
 
 def _by_parts() -> None:
