@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -80,12 +81,29 @@ def test_transformers_are_evaluated_as_they_are_trained(text: str) -> None:
             assert all(torch.equal(call(x), out) for call, out in zip(calls, trained))
             assert not torch.backends.mha.get_fastpath_enabled()
         assert torch.backends.mha.get_fastpath_enabled()
-    with torch.no_grad(), mezzo.autocast("bf16", "cpu"):
+    with torch.no_grad(), mp.autocast(), mezzo.autocast("bf16", "cpu"):
         assert torch.backends.mha.get_fastpath_enabled()
         assert not torch.equal(model(x), trained[0])
     whole = torch.compile(mezzo.autocast("mxfp8", "cpu")(model.forward), backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         assert text != "mxfp8" or torch.equal(whole(x), trained[0])
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        with mp.autocast():
+            assert torch.equal(compiled(x), trained[0])
+
+
+def test_the_switch_of_fused_transformer_layers_stays_the_users() -> None:
+    """Inside a context it is off in that thread alone, and what the user sets there stays."""
+    mha = torch.backends.mha
+    with ThreadPoolExecutor(1) as other:
+        for value in (False, True):
+            with mezzo.autocast("mxfp8", "cpu"):
+                mha.set_fastpath_enabled(value)
+                assert not mha.get_fastpath_enabled()
+                assert other.submit(mha.get_fastpath_enabled).result() is value
+            assert mha.get_fastpath_enabled() is value
+    with mezzo.autocast("mxfp8", "cpu"), pytest.warns(DeprecationWarning, match="script"):
+        torch.jit.script(encoder().layers[0])
 
 
 # Model, its heads.
