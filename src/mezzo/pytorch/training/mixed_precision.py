@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError, checks_keywords
 from mezzo.core.loss_scale import LossScale
-from mezzo.core.overflow import OverflowReport
+from mezzo.core.overflow import ALARMS, OverflowReport
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.policy_text import as_loss_scale
@@ -33,7 +33,6 @@ from mezzo.pytorch.auto import TrialDecision
 from mezzo.pytorch.autocast.context import Context
 from mezzo.pytorch.kernels.not_traced import breaks_graph
 from mezzo.pytorch.monitor.operations import users_line
-from mezzo.pytorch.monitor.overflow_tracer import ALARMS
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.state_dicts import FirstStates
 from mezzo.pytorch.optim.with_masters import WithMasters
@@ -594,7 +593,7 @@ class MixedPrecision:
                 warnings.warn(
                     f"MixedPrecision: update {self._journal.updates - 1} "
                     f"{'was skipped' if skipped is True else 'stepped from a loss that is NaN or infinite'}: "
-                    f"{finding.sentence}.{finding.advice} {more} are only in mp.findings, {ALARMS} in all.",
+                    f"{finding.sentence}.{finding.advice} {more} are only in mp.findings, of {ALARMS} places at most.",
                     stacklevel=3,
                 )
         return result
