@@ -201,5 +201,5 @@ def test_training_warns_of_the_first_overflow_that_the_loss_scale_does_not_fix(r
         assert [one.filename for one in told] == [step.__code__.co_filename] * warned
         for one in told:
             assert "in 1 (" in str(one.message)
-            assert str(one.message).endswith("Later ones are only in mp.findings, 20 in all.")
+            assert str(one.message).endswith("Later ones are only in mp.findings, of 20 places at most.")
             assert f"Try: {results[0].finding.remedies[0]}" in str(one.message)

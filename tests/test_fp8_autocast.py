@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from mezzo.core.policy import policy
 from mezzo.pytorch.autocast.modules import heads_of, with_heads
 from mezzo.pytorch.autocast.plan import plan
 from run_scripts import Ran
+from trainers import stepped
 
 
 def values(*shape: int, seed: int = 0) -> Tensor:
@@ -79,12 +81,29 @@ def test_transformers_are_evaluated_as_they_are_trained(text: str) -> None:
             assert all(torch.equal(call(x), out) for call, out in zip(calls, trained))
             assert not torch.backends.mha.get_fastpath_enabled()
         assert torch.backends.mha.get_fastpath_enabled()
-    with torch.no_grad(), mezzo.autocast("bf16", "cpu"):
+    with torch.no_grad(), mp.autocast(), mezzo.autocast("bf16", "cpu"):
         assert torch.backends.mha.get_fastpath_enabled()
         assert not torch.equal(model(x), trained[0])
     whole = torch.compile(mezzo.autocast("mxfp8", "cpu")(model.forward), backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         assert text != "mxfp8" or torch.equal(whole(x), trained[0])
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        with mp.autocast():
+            assert torch.equal(compiled(x), trained[0])
+
+
+def test_the_switch_of_fused_transformer_layers_stays_the_users() -> None:
+    """Inside a context it is off in that thread alone, and what the user sets there stays."""
+    mha = torch.backends.mha
+    with ThreadPoolExecutor(1) as other:
+        for value in (False, True):
+            with mezzo.autocast("mxfp8", "cpu"):
+                mha.set_fastpath_enabled(value)
+                assert not mha.get_fastpath_enabled()
+                assert other.submit(mha.get_fastpath_enabled).result() is value
+            assert mha.get_fastpath_enabled() is value
+    with mezzo.autocast("mxfp8", "cpu"), pytest.warns(DeprecationWarning, match="script"):
+        torch.jit.script(encoder().layers[0])
 
 
 # Model, its heads.
@@ -138,6 +157,38 @@ def test_the_weight_of_an_embedding_stays_in_bf16_as_the_head(name: str, compile
         listed = next(line for line in text.splitlines() if f"Not in {name}" in line)
         assert "embed (bf16" in listed
         assert "last (bf16" in listed
+
+
+def test_a_policy_used_before_does_not_decide_how_a_tied_head_is_multiplied() -> None:
+    texts, tokens = ("fp8", "bf16,module.head=fp8"), torch.arange(48).reshape(3, 16)
+
+    def losses(model: nn.Module, text: str) -> list[float | None]:
+        torch.manual_seed(0)
+        for module in (model.embed, model.up, model.down, model.last):
+            module.reset_parameters()
+        mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), text)
+        found = [
+            stepped(mp, lambda: F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())).loss
+            for _ in range(2)
+        ]
+        mp.close()
+        return found
+
+    alone = {text: losses(Tied(), text) for text in texts}
+    assert alone[texts[0]] != alone[texts[1]]
+    again = Tied()
+    for text in (*texts, *texts):
+        assert losses(again, text) == alone[text]
+
+
+def test_a_table_whose_module_is_in_bf16_stays_so_in_linear_products() -> None:
+    model = Shared()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mp = mezzo.MixedPrecision(model, optimizer, "mxfp8,module.embed=bf16")
+    with mp.autocast():
+        x, logits = model(torch.arange(64))
+    with mezzo.autocast("bf16", "cpu"):
+        assert torch.equal(F.linear(x, model.embed.weight), logits)
 
 
 def test_explain_says_which_layers_and_why() -> None:

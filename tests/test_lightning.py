@@ -665,6 +665,21 @@ def test_a_skipped_step_under_mezzo_run_does_not_repeat_training_step(launch: An
         assert [record.update for record in ran.of("overflow")] == [2, 5]
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_an_overflow_in_a_compiled_module_is_traced_at_the_next_one() -> None:
+    """The first report says why it has no place."""
+    torch._dynamo.reset()
+    plugin = mezzo.lightning.precision("fp16", loss_scale=64)
+    data = loader(plant=1)
+    data.dataset.tensors[0][-8:] = OVERFLOW
+    fit(torch.compile(net(), backend="aot_eager"), data, plugin)
+    first, second = plugin.findings
+    assert (first.cause, "Error" in first.note) == ("loss", False)
+    assert "compiled function" in first.note
+    assert "next steps are traced" in first.note
+    assert (second.cause, second.module, second.op) == ("overflow", "body.0", "linear")
+
+
 @pytest.mark.parametrize("inside", [True, False])
 def test_an_overflow_outside_of_fabrics_model_is_traced_inside_autocast(inside: bool) -> None:
     plugin = mezzo.lightning.precision("fp16", loss_scale=64)

@@ -20,7 +20,8 @@ SETUP = """
 
     MODULES = [
         torch, torch.amp, torch.amp.autocast_mode, torch.amp.grad_scaler, torch.autograd, torch.compiler, torch.optim,
-        torch.utils.checkpoint, torch._C, torch._C._autograd, F, graph, grad_mode, nn_module, optim_module,
+        torch.utils.checkpoint, torch.backends.mha, torch._C, torch._C._autograd, F, graph, grad_mode, nn_module,
+        optim_module,
     ]
     CLASSES = [
         torch.Tensor, torch._C.TensorBase, nn.Parameter, nn.Module, nn.Linear, nn.BatchNorm1d, torch.amp.autocast,

@@ -364,6 +364,14 @@ def test_which_blocks_are_the_last() -> None:
     assert last_blocks_of(model, 0.0) == last_blocks_of(nn.Linear(2, 2), 0.15) == []
     both = nn.Transformer(32, 2, 6, 6, 32, batch_first=True)
     assert last_blocks_of(both, 0.15) == ["decoder.layers.5"]
+    long = nn.Transformer(32, 2, 12, 2, 32, batch_first=True)
+    assert last_blocks_of(long, 0.15) == ["encoder.layers.11", "decoder.layers.0", "decoder.layers.1"]
+    deep = nn.Sequential(
+        nn.Linear(32, 32),
+        *(nn.Sequential(many) for _ in range(8)),
+        nn.ModuleList(nn.Linear(32, 8) for _ in range(3)),
+    )
+    assert last_blocks_of(deep, 0.15) == ["7", "8"]
     flat = nn.Sequential(nn.Linear(32, 32), *many[:4], nn.Linear(32, 8))
     assert last_blocks_of(flat, 0.5) == ["3", "4"]
     again = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(32, 32)] * 8), "head": nn.Linear(32, 8)})

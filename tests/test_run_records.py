@@ -163,11 +163,15 @@ def test_what_is_told_of_findings() -> None:
     assert lines[1:4] == ["  Try: one", "  Or: two", "  Or: three"]
     assert "2 more" in lines[-1]
     for found, skipped, said in (
-        ([BAD] * 20, 40, "20 more skipped steps"),  # the tracer's limit
+        ([BAD] * 305, 325, "20 more skipped steps were not traced: Mezzo stops"),  # the tracer's limit
         ([], 4, "4 skipped steps"),
         ([PROBE], 1, "adjusted (normal)"),
     ):
         assert said in findings(overflows(*found), skipped=skipped)[-1]
+
+    assert findings(overflows(*[BAD] * 304), skipped=324)[-1].endswith(
+        "were not traced"
+    )  # for another reason
 
     def too_large(size: float) -> OverflowReport:
         went_in = TensorFacts("input 0", [2], "fp32", size, 1.0, 0, 0, 0)
@@ -205,7 +209,7 @@ def test_a_run_says_all_of_it(launch: Any) -> None:
     err = told(22, "3e20", "fp16,loss_scale=1024")
     assert err.startswith("mezzo: update 0 skipped: ")  # at once, before the script's end
     assert "an input of 3e+20 does not fit fp16, whose largest number is 65504. It is an input of the" in err
-    assert "mezzo: 2 more skipped steps were not traced: Mezzo stops" in err
+    assert "mezzo: update 0 skipped, and 21 later ones: " in err
     first, second, *_ = err.splitlines()
     assert (" Try: " in first, "NOTHING WAS TRAINED" in second) == (True, True)
     assert err.count("scale, normalize or clamp the input") == err.count("--precision bf16 ") == 1

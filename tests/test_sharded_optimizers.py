@@ -22,7 +22,7 @@ SUBJECTS = {
     "trained": 4,
     "released": 2,
     "initialized": 7,
-    "from whole": 1,
+    "from whole": 2,
     "masters": 1,
     "full disk": 1,
     "save": 15,

@@ -336,6 +336,11 @@ def _backward_twice(mp: Any, loss: Tensor) -> None:
     mp.step(loss)
 
 
+def _scaled(mp: Any, loss: Tensor) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=100.0)
+    mp.step(scaler.scale(loss))
+
+
 Line = Callable[[Any, Tensor], Any]
 # Lines of an old loop that stayed: the precision, MixedPrecision's arguments, the lines, and what is said of them once.
 LEFT_OVER: dict[str, tuple[str, dict[str, Any], Line, str]] = {
@@ -357,6 +362,7 @@ LEFT_OVER: dict[str, tuple[str, dict[str, Any], Line, str]] = {
     "division": ("bf16", {"accumulate": 3}, lambda mp, loss: mp.step(loss / 3), "accumulate=3.*remove it"),
     "scaled": ("bf16", {}, lambda mp, loss: mp.step(65536 * loss), "multiplied by 65536.*remove it"),
     "scaled by a tensor": ("bf16", {}, lambda mp, loss: mp.step(loss * torch.tensor(1024.0)), "by 1024"),
+    "scaled by a scaler of a small scale": ("fp16", {}, _scaled, "multiplied by 100.*remove it"),
     "backward before": ("bf16", {}, _backward_twice, r"gradients before .*Remove loss\.backward"),
     "own step, clipping in bf16": ("bf16", {"clip_norm": 1.0}, _own_step, r"'s clipping\. Replace"),
     "average": ("bf16", {"ema": AveragedModel}, _then(_average), r"update_parameters\(\).*Remove that line"),
@@ -411,6 +417,7 @@ RIGHT: dict[str, tuple[str, dict[str, Any], Line]] = {
         {"accumulate": 3},
         lambda mp, loss: mp.step(loss * (loss * 0.0 + 1 / 3)),
     ),
+    "a small weight": ("bf16", {}, lambda mp, loss: mp.step(loss * torch.tensor(100.0))),
     "division by 1": ("bf16", {}, lambda mp, loss: mp.step(loss / 1)),
     "clipping without a loss scale": ("bf16", {"accumulate": 3}, _clipped),
     "a scheduler without last_epoch": ("fp32", {"scheduler": _Counter()}, _then(_schedule)),

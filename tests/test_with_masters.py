@@ -18,6 +18,7 @@ from bad_steps import same
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.kernels.optimizer_step.reference import encode_master
 from mezzo.pytorch.optim.with_masters import WithMasters, with_masters
+from mezzo.pytorch.weights import stored_parameters
 from mezzo.pytorch.weights.stored_parameters import lower_weights
 from releases import before_torch
 
@@ -183,6 +184,30 @@ def test_an_edited_weight_starts_its_master_anew_element_by_element(fmt: str) ->
     optimizer.step()
     torch.testing.assert_close(optimizer.master(weight), expected, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(weight.isnan(), expected.isnan())
+
+
+def test_small_tensors_are_written_together_with_the_bits_of_each_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Up to a number of elements at a time; others by themselves: another format or layout, larger ones in parts."""
+    monkeypatch.setattr(stored_parameters, "_PIECE", 64)
+    generator = torch.Generator().manual_seed(0)
+    sizes: list[Callable[[Tensor], Tensor]] = [
+        *(lambda x: x[:4], lambda x: x[0, 0], lambda x: x[:0], lambda x: x[:6].t(), lambda x: x[::2, :3]),
+        *(lambda x: x[:, :2].flatten(), lambda x: x, lambda x: x[:3], lambda x: x[1:5]),
+    ]
+    wide = [size(torch.randn(12, 10, generator=generator)) for size in sizes]
+    low = [torch.empty_like(x, dtype=torch.float16 if n > 6 else torch.bfloat16) for n, x in enumerate(wide)]
+    calls = []
+
+    def rounded(part: Tensor, weight: Tensor) -> Tensor:
+        calls.append(part.numel())
+        return encode_master("fp32", part, weight.dtype)[0]
+
+    stored_parameters.write(((weight, x, weight) for weight, x in zip(low, wide)), rounded)
+    for weight, x in zip(low, wide):
+        assert same(weight, encode_master("fp32", x, weight.dtype)[0])
+    assert calls == [41, 60, 18, 24, 64, 56, 30, 40]
 
 
 @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, mezzo.GradScaler])

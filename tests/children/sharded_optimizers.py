@@ -313,6 +313,18 @@ def from_whole() -> None:
     compare_for_torch(one, other)
 
 
+def from_whole_checkpoint() -> None:
+    """The 8-bit codes of whole parameters are not copied into the bf16 states of shards, of any shape."""
+    for shape, name in (((8, 10), "bf16_instead_of_int8"), ((7, 128), "exp_avg_scale")):
+        whole, shards = pair(shapes=[shape])
+        one, other = AdamW(whole, state="int8"), AdamW(shards, state="int8")
+        trained_further(whole, one, 0)
+        trained_further(shards, other, 0)
+        dcp.save(one.state_dict(), checkpoint_id=FOLDER / f"whole {shape}")
+        with pytest.raises(dcp.api.CheckpointException, match=name):
+            dcp.load(other.state_dict(), checkpoint_id=FOLDER / f"whole {shape}")
+
+
 def masters() -> None:
     """FP32 weights into a model of 16-bit shards, and out of it."""
     wanted = {name: random(p.shape, 6, p.numel()) for name, p in model(0, shards=False).named_parameters()}
@@ -421,6 +433,7 @@ if WORLD == 2:
         "released": lambda: released(lambda params: AdamW(params, lr=0.01, state="bf16")),
         "released: clipped": lambda: released(lambda params: SGD(params, lr=0.1), clip_norm=0.01),
         "from whole": from_whole,
+        "from whole: checkpoint": from_whole_checkpoint,
         "masters": masters,
         "full disk": full_disk,
     }

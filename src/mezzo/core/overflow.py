@@ -15,6 +15,11 @@ OUTSIDE = "(outside the model)"
 SUM = "sum of gradients"
 """The `op` of a finding about a sum of several gradients of one tensor, which is not an operation."""
 
+ALARMS = 20
+"""Places with a cause other than the loss scale that a run reports; later skipped steps are counted only."""
+REPEATS = 16
+"""Reports of a place that is known that count as a new one: looking at each skipped step takes time."""
+
 CAUSES = {
     "loss scale": "the gradients overflow at this loss scale and are finite at a smaller one. A dynamic loss scale "
     "goes down by itself; a constant one is too large",

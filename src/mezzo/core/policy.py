@@ -178,6 +178,11 @@ class Policy:
         return activations_of(self.compute)
 
     @property
+    def is_by_parts(self) -> bool:
+        """Whether a layer inside another one may have a format of its own."""
+        return bool(self.modules) or self.compute in QUANTIZED
+
+    @property
     def recomputed(self) -> tuple[str, ...]:
         """The ops whose output is made again in backward."""
         return () if self.recompute == "none" else tuple(self.recompute.split("+"))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mezzo.core.compute import QUANTIZED
 from mezzo.core.errors import BannedOpError
 from mezzo.core.policy import Policy
 from mezzo.pytorch.autocast.fallback import noted, widen
@@ -94,11 +95,18 @@ def _custom_kernel(op_plan: OpPlan, overload: Overload, device_type: str, policy
     return _sixteen_bits(op_plan, function, overload, device_type, compute)
 
 
-def noting_table(found: Action) -> Action:
-    """The embedding, after which its weight is not quantized where a linear product has it (mostly the head)."""
+def noting_table(found: Action, policy: Policy) -> Action:
+    """The embedding, after which its weight is not quantized where a linear product has it (mostly the head).
+
+    A policy that quantizes only the layers that it names quantizes such a head, also after a training by another one.
+    """
+    named_alone = policy.compute not in QUANTIZED and policy.computed & QUANTIZED
 
     def looked_up(weight: Tensor, /, *rest: Any, **kwargs: Any) -> Any:
-        _tables[weight] = None
+        if named_alone:
+            _tables.pop(weight, None)
+        else:
+            _tables[weight] = None
         return found(weight, *rest, **kwargs)
 
     return looked_up

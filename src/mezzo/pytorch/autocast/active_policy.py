@@ -18,7 +18,6 @@ from typing import NamedTuple
 import torch
 
 from mezzo import __version__
-from mezzo.core.compute import QUANTIZED
 from mezzo.core.errors import UnsupportedPrecisionError
 from mezzo.core.policy import Policy
 from mezzo.pytorch.autocast import recompute
@@ -39,7 +38,6 @@ _labels: dict[tuple[Binding, bytes | str | None], int] = {((), None): 0}
 _devices: tuple[str, ...] = ()
 _resting: dict[str, torch.dtype] = {}  # the dtype of each device's autocast while it is off
 _digits = 1
-_were_fused: list[bool] = []  # PyTorch's switch before each `_by_parts` that has not ended
 
 # `MEZZO_ASSUME_NATIVE` is read at each context: `os.environ.get` would be a third of the context's time.
 _raw_environment: dict[bytes, bytes] | None = (
@@ -184,42 +182,23 @@ def transition(before: int, device_type: str, policy: Policy | None) -> Transiti
         for (device, outer), (_, inner) in zip(label_state(before), label_state(code))
         if outer is not inner
     ]
-    pairs = []
-    if policy and policy.recomputed:
-        pairs.append((recompute.push, recompute.pop))
-    if is_by_parts(code):
-        pairs.append((_by_parts, _fused_again))
+    recomputes = policy is not None and bool(policy.recomputed)
     return Transition(
-        enter=_writer(changes, [push for push, _ in pairs]),
-        leave=_writer([(d, inner, outer) for d, outer, inner in changes], [pop for _, pop in pairs]),
+        enter=_writer(changes, recompute.push if recomputes else None),
+        leave=_writer(
+            [(d, inner, outer) for d, outer, inner in changes], recompute.pop if recomputes else None
+        ),
         is_outermost=bool(code) and not before,
     )
 
 
 def is_by_parts(code: int) -> bool:
     """Whether under a label a layer inside another one may have a format of its own."""
-    return any(policy.modules or policy.compute in QUANTIZED for _, policy in binding_of(code))
-
-
-def _by_parts() -> None:
-    """Until `_fused_again`, `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` call the layers inside them.
-
-    In evaluation they would call one op, in any thread, unless CUDA's autocast is on: no layer would have its format.
-    """
-    with _lock:
-        _were_fused.append(torch.backends.mha.get_fastpath_enabled())
-        torch.backends.mha.set_fastpath_enabled(False)
-
-
-def _fused_again() -> None:
-    with _lock:
-        was = _were_fused.pop()
-        if not _were_fused:
-            torch.backends.mha.set_fastpath_enabled(was)
+    return any(policy.is_by_parts for _, policy in binding_of(code))
 
 
 def _writer(
-    changes: list[tuple[str, torch.dtype | None, torch.dtype | None]], also: list[Callable[[], None]]
+    changes: list[tuple[str, torch.dtype | None, torch.dtype | None]], also: Callable[[], None] | None
 ) -> Callable[[], None]:
     """A function that changes each device from one dtype to another (None for off) in this thread's autocast state."""
     # A switch that is off keeps the dtype that every thread begins with, so turning it on often needs no dtype.
@@ -228,7 +207,7 @@ def _writer(
         resting = _resting[device]
         dtype = None if (new or resting) is (old or resting) else new or resting
         settings.append((device, new is not None, dtype))
-    if len(settings) == 1 and settings[0][2] is None and not also:
+    if len(settings) == 1 and settings[0][2] is None and also is None:
         return functools.partial(_set_enabled, *settings[0][:2])  # the usual case, without Python
 
     def write() -> None:
@@ -236,8 +215,8 @@ def _writer(
             _set_enabled(device, on)
             if dtype is not None:
                 _set_dtype(device, dtype)
-        for change in also:
-            change()
+        if also is not None:
+            also()
 
     return write
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from mezzo.core.compute import QUANTIZED
 from mezzo.core.policy import Policy
 from mezzo.pytorch.autocast import active_policy, recompute
 from mezzo.pytorch.autocast.actions import Action, action, for_other_layouts, gives_fp32, noting_table
@@ -50,8 +49,8 @@ def install(code: int, device_type: str, policy: Policy) -> None:
         for op_plan in plan(policy, device_type).values():
             for name in op_plan.overloads:
                 found = action(op_plan, name, device_type, policy)
-                if op_plan.op == "embedding" and policy.compute in QUANTIZED:
-                    found = noting_table(found)
+                if op_plan.op == "embedding" and policy.is_by_parts:
+                    found = noting_table(found, policy)
                 if op_plan.op in policy.recomputed:
                     found = recompute.remembering(found)
                 other = for_other_layouts(op_plan, name, device_type) or found

@@ -203,18 +203,27 @@ def with_heads(policy: Policy, model: nn.Module, *, strict: bool = True) -> Poli
 
 def last_blocks_of(model: nn.Module, share: float) -> list[str]:
     """The paths of the last blocks of a model, at least one: `share` of the longest run of modules of one class in a
-    list, of equally long runs the last. A module that is there several times is one. A lazy module has the class that
-    it becomes, so that its first call changes nothing.
+    list, of equally long runs the last, and of shorter runs after it (a short decoder after a long encoder). Blocks in
+    blocks, such as experts, do not count if there are enough blocks for `share`; lone linear layers after the blocks
+    are heads. A module that is there several times is one. A lazy module has the class that it becomes, so that its
+    first call changes nothing.
     """
     found: list[str] = []
+    longest = 0
     for path, module in model.named_modules() if share else ():
         children = module.named_children() if isinstance(module, (nn.ModuleList, nn.Sequential)) else ()
-        for _, run in itertools.groupby(
+        is_inside = any(f"{path}.".startswith(f"{block}.") for block in found)
+        for kind, run in itertools.groupby(
             children, lambda child: getattr(child[1], "cls_to_become", None) or type(child[1])
         ):
             blocks = list(run)
-            if len(blocks) > 1 and len(blocks) >= len(found) and next(_linear_layers(blocks[0][1]), None):
-                found = [joined(path, name) for name, _ in blocks]
+            if len(blocks) < 2 or not next(_linear_layers(blocks[0][1]), None):
+                continue
+            names = [joined(path, name) for name, _ in blocks]
+            if len(blocks) < longest:
+                found += [] if is_inside or kind is nn.Linear else names
+            elif not is_inside or len(found) * share < 1:
+                found, longest = names, len(blocks)
     return found[-math.ceil(share * len(found)) :]
 
 

@@ -2,6 +2,7 @@
 
 - `torch._C._set_grad_enabled` and `torch._C._InferenceMode` clear the cache of 16-bit weights: autocast finds a copy by
   the tensor's address alone, and weights are written while gradients are not recorded.
+- `torch.backends.mha.get_fastpath_enabled` is false in a thread whose policy may give layers formats of their own.
 - `_CheckpointFrame` and `CheckpointFunction` of `torch.utils.checkpoint` recompute under the label of the forward pass.
 
 They are names in modules, not attributes of classes: assigning those costs microseconds, since CPython then drops its
@@ -24,7 +25,7 @@ from mezzo.pytorch.hardware import leaves_autocast_off
 _open: list[None] = []  # an entry for each outermost context; `append` and `pop` are atomic
 _clear, _is_enabled = torch.clear_autocast_cache, torch.is_autocast_enabled
 _DEVICE = active_policy.LABEL_DEVICE
-_CORE, _CHECKPOINT = vars(torch._C), vars(torch_checkpoint)
+_CORE, _CHECKPOINT, _MHA = vars(torch._C), vars(torch_checkpoint), vars(torch.backends.mha)
 
 
 def hold() -> None:
@@ -49,17 +50,18 @@ def release() -> None:
 
 
 def _swapped(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
-    """Exchange the four functions; return False, and do nothing, if one of them is not what it was before."""
+    """Exchange the five functions; return False, and do nothing, if one of them is not what it was before."""
     core, names = _CORE, _CHECKPOINT
-    switch, mode, frame, function = before
+    switch, mode, fused, frame, function = before
     if (
         core["_set_grad_enabled"] is not switch
         or core["_InferenceMode"] is not mode
+        or _MHA["get_fastpath_enabled"] is not fused
         or names["_CheckpointFrame"] is not frame
         or names["CheckpointFunction"] is not function
     ):
         return False
-    core["_set_grad_enabled"], core["_InferenceMode"], frame, function = after
+    core["_set_grad_enabled"], core["_InferenceMode"], _MHA["get_fastpath_enabled"], frame, function = after
     names["_CheckpointFrame"], names["CheckpointFunction"] = frame, function
     return True
 
@@ -120,6 +122,19 @@ def _clearing_mode(original: Callable[[bool], Any]) -> type:
     return _InferenceMode
 
 
+def _fused_unless_by_parts(original: Callable[[], bool]) -> Callable[[], bool]:
+    """In evaluation `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` ask this, unless CUDA's autocast is on,
+    before they call one op instead of the layers inside them: no layer would have its format.
+    """
+
+    @functools.wraps(original)
+    def get_fastpath_enabled() -> bool:
+        return original() and not active_policy.is_by_parts(active_policy.label())
+
+    get_fastpath_enabled.__prepare_scriptable__ = lambda: original  # type: ignore[attr-defined]  # torch.jit.script
+    return get_fastpath_enabled
+
+
 def _labelled_frame(original: Callable[..., Any]) -> Callable[..., Any]:
     """Non-reentrant checkpoints, also those of FSDP and `torch.distributed`."""
 
@@ -143,10 +158,17 @@ def _labelled_function(original: type[torch.autograd.Function]) -> type:
 _WHERE = {
     "_set_grad_enabled": _CORE,
     "_InferenceMode": _CORE,
+    "get_fastpath_enabled": _MHA,
     "_CheckpointFrame": _CHECKPOINT,
     "CheckpointFunction": _CHECKPOINT,
 }
-_WRAPPERS: Any = (_clearing_switch, _clearing_mode, _labelled_frame, _labelled_function)
+_WRAPPERS: Any = (
+    _clearing_switch,
+    _clearing_mode,
+    _fused_unless_by_parts,
+    _labelled_frame,
+    _labelled_function,
+)
 _theirs: tuple[Any, ...] = tuple(names[name] for name, names in _WHERE.items())
 _ours: tuple[Any, ...] = tuple(wrap(found) for wrap, found in zip(_WRAPPERS, _theirs))
 

@@ -109,7 +109,7 @@ def _plan(policy: Policy, device_type: str, native: frozenset[str]) -> Mapping[s
         decision = policy.rule_for(op)
         if decision is not None:
             plans[op] = _plan_op(op, decision, policy, device_type, policy.activations in native)
-    if policy.compute in QUANTIZED:  # the action notes the weight
+    if policy.is_by_parts:  # the action notes the weight
         names = overloads_of("embedding", device_type)
         plans["embedding"] = replace(plans["embedding"], overloads=names)
     for op in policy.recomputed:

@@ -94,8 +94,11 @@ class BackwardTrace:
         )
         return next(map(self._place, readers), place)
 
-    def _slope(self, node: Any, going: Gradients, coming: Gradients) -> OverflowReport:
+    def _slope(self, node: Any, going: Gradients, coming: Gradients) -> OverflowReport | None:
         """The node made gradients that are not finite, `going`, of ones that are, `coming`."""
+        if node.name() == "CompiledFunctionBackward":  # many operations, which can't be run by hand
+            self.trouble = "a compiled function made a gradient that is not finite"
+            return None
         place, scale = self._named(node), float(self._scale)
         by_scale = scale > 1.0 and _is_finite_without(scale, node, coming)
         before = None if by_scale else place.absorbed()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mezzo.core.loss_scale import LossScale
-from mezzo.core.overflow import OUTSIDE, OverflowReport
+from mezzo.core.overflow import ALARMS, OUTSIDE, REPEATS, OverflowReport
 from mezzo.core.records import OverflowRecord
 from mezzo.core.remedies import training_code
 from mezzo.pytorch.distributed import is_distributed, is_sharded, joins
@@ -34,8 +34,6 @@ from mezzo.pytorch.monitor.replay import SavedCall, SideEffects, eager, running_
 from mezzo.pytorch.step import parameters
 
 _FEW = 8  # kept calls that are looked at before each call
-ALARMS = 20
-"""Reports of a cause other than the loss scale, in a run; steps are not looked into after the last."""
 WATCHED = 50
 """Contexts that are watched live at most, for one overflow that was not explained."""
 
@@ -68,7 +66,7 @@ def _never_raises(method: Callable[..., None]) -> Callable[..., None]:
 class OverflowTracer(StepObserver):
     """A `StepObserver` that looks into skipped steps, also where the host must wait for the device if it `waits`.
 
-    There are at most `ALARMS`; remedies have policies as `written`: as code, or as a command. `group_of` gives
+    `ALARMS` limits its reports; remedies have policies as `written`: as code, or as a command. `group_of` gives
     the process group of an optimizer whose gradients are averaged (by default that of the last model called): its ranks
     tell each other what they found. A sharded model is not traced. `alone` says that there is no other optimizer.
     `inside`: where in the user's loop `live` is entered, if not around all of a step. `scaling`: the loss scale's kind.
@@ -89,9 +87,10 @@ class OverflowTracer(StepObserver):
     ) -> None:
         super().__init__()
         self._enter, self._model, self._written = enter, model, written
-        self._clock, self._waits, self._limit = clock, waits, ALARMS
-        # Alarms left, by process group, whose ranks count alike; None: for optimizers of this rank alone.
-        self._left: dict[Any, int] = {None: ALARMS}
+        self._clock, self._waits, self._limit = clock, waits, ALARMS * REPEATS
+        # Repeats left, by process group, whose ranks count alike; None: for optimizers of this rank alone.
+        self._left: dict[Any, int] = {None: self._limit}
+        self._places: set[tuple[Any, tuple[str, ...]]] = set()
         self.calls: list[SavedCall] = []
         self._pruned = 0  # how many calls the last `_prune` left
         self._effects: weakref.WeakKeyDictionary[nn.Module, SideEffects] = weakref.WeakKeyDictionary()
@@ -192,8 +191,8 @@ class OverflowTracer(StepObserver):
                 known = None if self._scales else self._last
                 finding = known or self._agreed(self._looked_into())
                 if known is None:
-                    self._left[self._group] = left - finding.alarms
                     if finding.alarms:  # an earlier one may still be unclear
+                        self._count(finding)
                         unclear = finding.cause == "unknown" or finding.module == OUTSIDE
                         self._to_watch = WATCHED if unclear and not finding.line and self._scales else 0
                     self._last = finding
@@ -203,11 +202,17 @@ class OverflowTracer(StepObserver):
                 self._records.append(OverflowRecord(index, number, self._clock(), float(loss_scale), finding))
             elif left > 0 and self._in_loss is not None and self._in_loss.line:
                 # Traced because of an earlier step; the gradients of this one are finite.
-                self._left[self._group], self._to_watch = left - 1, 0
+                self._count(self._in_loss)
+                self._to_watch = 0
                 offered = remedies_for(self._in_loss, None, {}, self._model, self._written)
                 self.finding = replace(self._in_loss, how="live", remedies=offered)
         finally:
             self._let_go()
+
+    def _count(self, finding: OverflowReport) -> None:
+        key = self._group, finding.place
+        self._left[self._group] -= 1 if key in self._places else REPEATS
+        self._places.add(key)
 
     def _others_overflowed(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer of the same backward will be skipped after this one has stepped."""

@@ -31,6 +31,8 @@ MASTER_ENTRIES = {
     "split": ("remainder", torch.int16),
     "split8": ("remainder", torch.int8),
 }
+# An entry of bf16 states for "int8". A checkpoint of 8-bit states lacks it, so that `dcp.load` does not copy codes.
+BF16 = "bf16_instead_of_int8"
 _DEVICES: dict[torch.device, torch.device] = {}
 
 
@@ -41,6 +43,7 @@ class Storage:
     masters: str  # "own" for an FP32 weight, else "fp32", "split", "split8" or "none"
     state: str  # one of formulas.state_formats
     specs: tuple[StateSpec, ...]  # the states, in the update rule's order
+    is_other: bool = False  # than the group's state, which shards of this shape can't have
 
     @property
     def master_key(self) -> str | None:
@@ -64,7 +67,8 @@ def storage(weight: Tensor, group: Mapping[str, Any], specs: tuple[StateSpec, ..
     masters = "own" if weight.dtype is torch.float32 else group["masters"]
     state = group["state"]
     if is_spread(weight) and state_formats[state].is_scaled and not shards.has_whole_groups(weight):
-        state = "bf16"  # groups that cross rows would be others on another number of ranks
+        # Groups that cross rows would be others on another number of ranks.
+        return Storage(masters, "bf16", specs, is_other=True)
     return Storage(masters, state, specs)
 
 
@@ -220,14 +224,14 @@ def converted(
             made[name] = shards.joined(rows, weight, shards.scale_shape(weight))
         else:
             made[name] = shards.joined(made[name], weight)
-    return made
+    return made | {BF16: torch.zeros((), device=own.device)} if how.is_other else made
 
 
 def _converted(entries: Mapping[str, Any], weight: Tensor, how: Storage, master: Tensor | None) -> Entries:
     """`converted` of plain tensors."""
     step = torch.as_tensor(entries.get("step", 0.0), dtype=torch.float32, device=weight.device)
     made: Entries = {"step": step.detach().clone().reshape(())}
-    known = {"step", "master", "remainder"}
+    known = {"step", "master", "remainder", BF16}
     for spec in how.specs:
         names = spec.name, spec.name + "_scale"
         known |= {*names}

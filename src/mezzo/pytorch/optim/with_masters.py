@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.state_dicts import MASTER, masters_in, without_master
 from mezzo.pytorch.step import parameters
 from mezzo.pytorch.weights import shards
-from mezzo.pytorch.weights.stored_parameters import give_back, pieces, take_master
+from mezzo.pytorch.weights.stored_parameters import give_back, take_master, write
 
 
 def with_masters(optimizer: Any) -> WithMasters:
@@ -190,7 +190,7 @@ class WithMasters(Optimizer):
         if param.dtype in SIXTEEN_BITS:
             master = self._ensure_master(param)
             master.copy_(value)
-            write_weight(master, param)
+            write_weights([(master, param)])
         else:
             param.copy_(value)
 
@@ -273,6 +273,9 @@ class WithMasters(Optimizer):
     def _begin(self, scale: Tensor | None) -> None:
         """Put the masters in the groups, updated from edited weights, and give them gradients."""
         checks.refuse_replaced(self)
+        # Elements of a weight that were edited since replace those of its master.
+        masters = ((local(self._ensure_master(param)), local(param.detach())) for param in self._lowered())
+        write(((master, low, master) for master, low in masters), functools.partial(decode_master, "fp32"))
         for param in parameters(self):
             grad = param.grad
             if param.dtype not in SIXTEEN_BITS:
@@ -281,10 +284,6 @@ class WithMasters(Optimizer):
                 if grad is not None and scale is not None:
                     local(grad).div_(scale.to(grad.device))
                 continue
-            tensor = self._ensure_master(param)
-            # Elements of the weight that were edited since replace theirs.
-            for part, low in pieces(local(tensor), local(param.detach())):
-                part.copy_(decode_master("fp32", low, part))
             if grad is not None:
                 wide = grad.to(torch.float32, copy=scale is not None)
                 if scale is not None:
@@ -296,9 +295,9 @@ class WithMasters(Optimizer):
     def _end(self) -> None:
         """Put the model's weights back in the groups, rounded from the masters."""
         self._swap_out()
-        for param in self._lowered():
-            self._parameter(param).grad = None
-            write_weight(self.state[param][MASTER], param)
+        for master in self._masters.values():
+            master.grad = None
+        write_weights((self.state[param][MASTER], param) for param in self._lowered())
 
     def masters(self) -> dict[Any, Any]:
         """The 16-bit weights, each with its FP32 master: the `Parameter` that replaces it during a step."""
@@ -354,7 +353,7 @@ def _refuse_unfit(optimizer: Optimizer) -> None:
         raise UsageError("with_masters: differentiable=True is not supported. Leave it out.")
 
 
-def write_weight(master: Tensor, weight: Tensor) -> None:
-    """Round an FP32 master into its 16-bit weight."""
-    for part, out in pieces(local(master), local(weight.detach())):
-        out.copy_(encode_master("fp32", part, weight.dtype)[0])
+def write_weights(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Round each FP32 master into its 16-bit weight."""
+    rows = ((low := local(weight.detach()), local(master), low) for master, weight in pairs)
+    write(rows, lambda part, low: encode_master("fp32", part, low.dtype)[0])

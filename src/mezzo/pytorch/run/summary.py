@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from mezzo.core.calibration import conclusions
 from mezzo.core.commands import compare_command
 from mezzo.core.loss_scale import NoLossScale, StaticLossScale, power_text
+from mezzo.core.overflow import ALARMS, REPEATS
 from mezzo.core.records import IN_NO_LAYER, LEFT_ALONE
 from mezzo.runner.lifecycle import of_torchrun
 
@@ -34,7 +35,6 @@ _NAMED = 3  # modules in a format of their own
 _BY_RANK = re.compile(r"(?:; )?found by rank (\d+)$")  # in a note of mezzo.pytorch.monitor.overflow_tracer
 PATIENCE = 5.0
 _KEY = "mezzo/said/{}"
-_TRACED = 20  # after so many findings that alarm the tracer looks into no more skipped steps of a run
 
 
 def summary(session: Session, failed: bool) -> str:
@@ -253,7 +253,8 @@ def findings(
         lines.append(f"{_count(len(places) - _PLACES, 'more place')} in the records (--out DIR)")
     if (left := skipped - len(records)) > 0:
         step = _count(left, "more skipped step" if records else "skipped step")
-        limit = f": Mezzo stops after {_TRACED} findings" if len(alarms) >= _TRACED else ""
+        spent = len(places) * (REPEATS - 1) + len(alarms) >= ALARMS * REPEATS
+        limit = f": Mezzo stops after {ALARMS} places, or {(ALARMS - 1) * REPEATS} repeats" if spent else ""
         lines.append(f"{step} {'was' if left == 1 else 'were'} not traced{limit}")
     return lines
 

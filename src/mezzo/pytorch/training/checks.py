@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import math
 import warnings
@@ -11,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.autograd.function import BackwardCFunction
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -180,7 +182,7 @@ def first_loss(loss: Tensor, accumulate: int, optimizer: Optimizer) -> None:
     factor = float(slope) if slope is not None and other is None else 1.0
     if accumulate > 1 and "Div" in node.name() and math.isclose(factor * accumulate, 1.0, rel_tol=1e-6):
         done, by, twice = "divided", str(accumulate), f"step(loss) divides by accumulate={accumulate} again"
-    elif factor >= 1024 and math.frexp(factor)[0] == 0.5:  # a power of two, as GradScaler's are
+    elif (factor >= 1024 and math.frexp(factor)[0] == 0.5) or (factor != 1 and _is_of_scaler(node)):
         done, by = "multiplied", f"{factor:g}"
         twice = "step(loss) applies a loss scale itself, where one is needed"
     else:
@@ -189,6 +191,18 @@ def first_loss(loss: Tensor, accumulate: int, optimizer: Optimizer) -> None:
         f"MixedPrecision: the loss was {done} by {by}, and {twice}. If it was done for that, remove it. If it has "
         f"another reason: warnings.filterwarnings('ignore', 'MixedPrecision: the loss was {done}').",
         stacklevel=3,
+    )
+
+
+def _is_of_scaler(node: Any) -> bool:
+    """Whether a product is that of `GradScaler.scale`, with the scaler's own tensor, of any size."""
+    scale = getattr(node, "_saved_other", None)
+    if scale is None or scale.dim() or scale.dtype is not torch.float32:  # a number is FP64
+        return False
+    # This goes over all objects of the process. Its instances are referrers themselves, or their dicts are.
+    holders = gc.get_referrers(scale)
+    return any(
+        isinstance(one, GradScaler) or (type(one) is dict and "_growth_tracker" in one) for one in holders
     )
 
 

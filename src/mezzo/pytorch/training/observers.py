@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch._C import _current_graph_task_id as _graph_task  # -1 outside a backward pass
 from torch.optim import Optimizer
 
-from mezzo.core.overflow import OverflowReport
+from mezzo.core.overflow import ALARMS, OverflowReport
 from mezzo.core.ranges import RangeRow
 from mezzo.core.records import Record
 from mezzo.pytorch import loss_scaler
 from mezzo.pytorch.distributed import is_sharded
 from mezzo.pytorch.monitor.observer import StepObserver
-from mezzo.pytorch.monitor.overflow_tracer import ALARMS, NOT_TRACED, OverflowTracer
+from mezzo.pytorch.monitor.overflow_tracer import NOT_TRACED, OverflowTracer
 from mezzo.pytorch.monitor.ranges import DEFAULT_EVERY, RangeWatch
 from mezzo.pytorch.monitor.replay import running_again
 from mezzo.pytorch.training.resolved_precision import ResolvedPrecision
@@ -132,7 +132,7 @@ class Observers:
             return ""
         self._warned = finding.is_located
         more = "Later ones" if self._warned else "One more follows if its line is found; later ones"
-        return f"{finding.sentence}.{finding.advice} {more} are only in {where}, {ALARMS} in all."
+        return f"{finding.sentence}.{finding.advice} {more} are only in {where}, of {ALARMS} places at most."
 
     def step_dropped(self) -> None:
         """Backward raised."""

@@ -7,10 +7,11 @@ objects stay the same, because optimizers, hooks and tied weights refer to them.
 from __future__ import annotations
 
 import gc
+import itertools
 import re
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -296,7 +297,32 @@ def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         return
     flat = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors]
     for start in range(0, first.numel(), _PIECE):
-        yield tuple(tensor[start : start + _PIECE] for tensor in flat)
+        yield tuple(flat if first.numel() <= _PIECE else [one[start : start + _PIECE] for one in flat])
+
+
+def write(rows: Iterable[tuple[Tensor, ...]], change: Callable[..., Tensor]) -> None:
+    """``out.copy_(change(*sources))`` for each ``(out, *sources)``, element by element; small tensors in one call."""
+    batch: list[tuple[Tensor, ...]] = []
+    kind, total = None, 0
+    for parts in itertools.chain.from_iterable(itertools.starmap(pieces, rows)):
+        its = [(one.dtype, one.device) for one in parts] if parts[0].dim() == 1 else None
+        if batch and (its is None or its != kind or total + parts[0].numel() > _PIECE):
+            _write_batch(batch, change)
+            batch, total = [], 0
+        batch.append(parts)
+        kind, total = its, total + parts[0].numel()
+    if batch:
+        _write_batch(batch, change)
+
+
+def _write_batch(batch: list[tuple[Tensor, ...]], change: Callable[..., Tensor]) -> None:
+    if len(batch) == 1:
+        out, *sources = batch[0]
+        out.copy_(change(*sources))
+        return
+    outs, *columns = zip(*batch)
+    values = change(*(torch.cat(column) for column in columns))
+    torch._foreach_copy_(outs, values.split([out.numel() for out in outs]))
 
 
 def _belongs(kept: Tensor, param: Tensor) -> bool:
