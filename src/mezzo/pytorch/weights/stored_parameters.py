@@ -10,7 +10,7 @@ import gc
 import itertools
 import re
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -41,6 +41,7 @@ _holders: Any = WeakTensorKeyDictionary()
 
 # Elements that are encoded at a time, so that the temporaries stay small compared to the parameter.
 _PIECE = 1 << 20
+_SMALL = 1 << 14  # of tensors that are gathered
 
 _TORCH_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 _NORM_NAME = re.compile(r"norm(?:ali[sz]ation)?(?:[123]d)?$", re.IGNORECASE)
@@ -302,27 +303,17 @@ def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 def write(rows: Iterable[tuple[Tensor, ...]], change: Callable[..., Tensor]) -> None:
     """``out.copy_(change(*sources))`` for each ``(out, *sources)``, element by element; small tensors in one call."""
-    batch: list[tuple[Tensor, ...]] = []
-    kind, total = None, 0
+    small = defaultdict(list)
     for parts in itertools.chain.from_iterable(itertools.starmap(pieces, rows)):
-        its = [(one.dtype, one.device) for one in parts] if parts[0].dim() == 1 else None
-        if batch and (its is None or its != kind or total + parts[0].numel() > _PIECE):
-            _write_batch(batch, change)
-            batch, total = [], 0
-        batch.append(parts)
-        kind, total = its, total + parts[0].numel()
-    if batch:
-        _write_batch(batch, change)
-
-
-def _write_batch(batch: list[tuple[Tensor, ...]], change: Callable[..., Tensor]) -> None:
-    if len(batch) == 1:
-        out, *sources = batch[0]
-        out.copy_(change(*sources))
-        return
-    outs, *columns = zip(*batch)
-    values = change(*(torch.cat(column) for column in columns))
-    torch._foreach_copy_(outs, values.split([out.numel() for out in outs]))
+        if parts[0].numel() > _SMALL or parts[0].dim() != 1:
+            parts[0].copy_(change(*parts[1:]))
+        else:
+            small[tuple((one.dtype, one.device) for one in parts)].append(parts)
+    for alike in small.values():
+        for start in range(0, len(alike), _PIECE // _SMALL):
+            outs, *columns = zip(*alike[start : start + _PIECE // _SMALL])
+            values = change(*map(torch.cat, columns))
+            torch._foreach_copy_(outs, values.split([out.numel() for out in outs]))
 
 
 def _belongs(kept: Tensor, param: Tensor) -> bool:
