@@ -13,6 +13,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -127,8 +128,7 @@ def peek_master(param: Tensor) -> Tensor | None:
     weight = local(param.detach())
     kept = local(kept).to(weight.device)
     master = torch.empty_like(weight, dtype=torch.float32)
-    for part, low, out in pieces(weight, kept, master):
-        out.copy_(decode_master("split" if kept.dtype is torch.int16 else "fp32", part, low))
+    write([(master, weight, kept)], partial(decode_master, "split" if kept.dtype is torch.int16 else "fp32"))
     return shards.joined(master, param)
 
 
