@@ -189,15 +189,23 @@ def test_an_edited_weight_starts_its_master_anew_element_by_element(fmt: str) ->
 def test_small_tensors_are_written_together_with_the_bits_of_each_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Up to a number of elements at a time; others by themselves: another format or layout, larger ones in parts."""
+    """Two at a time here, of one format; others by themselves: another layout, larger ones in parts."""
     monkeypatch.setattr(stored_parameters, "_PIECE", 64)
+    monkeypatch.setattr(stored_parameters, "_SMALL", 32)
     generator = torch.Generator().manual_seed(0)
     sizes: list[Callable[[Tensor], Tensor]] = [
-        *(lambda x: x[:4], lambda x: x[0, 0], lambda x: x[:0], lambda x: x[:6].t(), lambda x: x[::2, :3]),
+        *(
+            lambda x: x[0, :7],
+            lambda x: x[:4],
+            lambda x: x[0, 0],
+            lambda x: x[:0],
+            lambda x: x[:6].t(),
+            lambda x: x[::2, :3],
+        ),
         *(lambda x: x[:, :2].flatten(), lambda x: x, lambda x: x[:3], lambda x: x[1:5]),
     ]
     wide = [size(torch.randn(12, 10, generator=generator)) for size in sizes]
-    low = [torch.empty_like(x, dtype=torch.float16 if n > 6 else torch.bfloat16) for n, x in enumerate(wide)]
+    low = [torch.empty_like(x, dtype=torch.float16 if n > 7 else torch.bfloat16) for n, x in enumerate(wide)]
     calls = []
 
     def rounded(part: Tensor, weight: Tensor) -> Tensor:
@@ -207,7 +215,7 @@ def test_small_tensors_are_written_together_with_the_bits_of_each_alone(
     stored_parameters.write(((weight, x, weight) for weight, x in zip(low, wide)), rounded)
     for weight, x in zip(low, wide):
         assert same(weight, encode_master("fp32", x, weight.dtype)[0])
-    assert calls == [41, 60, 18, 24, 64, 56, 30, 40]
+    assert calls == [40, 60, 18, 64, 56, 40, 8, 24, 30]
 
 
 @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, mezzo.GradScaler])

@@ -101,12 +101,10 @@ def noting_table(found: Action, policy: Policy) -> Action:
     A policy that quantizes only the layers that it names quantizes such a head, also after a training by another one.
     """
     named_alone = policy.compute not in QUANTIZED and policy.computed & QUANTIZED
+    note = _tables.pop if named_alone else _tables.setdefault
 
     def looked_up(weight: Tensor, /, *rest: Any, **kwargs: Any) -> Any:
-        if named_alone:
-            _tables.pop(weight, None)
-        else:
-            _tables[weight] = None
+        note(weight, None)
         return found(weight, *rest, **kwargs)
 
     return looked_up

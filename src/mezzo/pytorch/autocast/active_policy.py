@@ -182,12 +182,10 @@ def transition(before: int, device_type: str, policy: Policy | None) -> Transiti
         for (device, outer), (_, inner) in zip(label_state(before), label_state(code))
         if outer is not inner
     ]
-    recomputes = policy is not None and bool(policy.recomputed)
+    push, pop = (recompute.push, recompute.pop) if policy and policy.recomputed else (None, None)
     return Transition(
-        enter=_writer(changes, recompute.push if recomputes else None),
-        leave=_writer(
-            [(d, inner, outer) for d, outer, inner in changes], recompute.pop if recomputes else None
-        ),
+        enter=_writer(changes, push),
+        leave=_writer([(d, inner, outer) for d, outer, inner in changes], pop),
         is_outermost=bool(code) and not before,
     )
 

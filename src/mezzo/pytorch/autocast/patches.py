@@ -122,10 +122,8 @@ def _clearing_mode(original: Callable[[bool], Any]) -> type:
     return _InferenceMode
 
 
-def _fused_unless_by_parts(original: Callable[[], bool]) -> Callable[[], bool]:
-    """In evaluation `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` ask this, unless CUDA's autocast is on,
-    before they call one op instead of the layers inside them: no layer would have its format.
-    """
+def _by_parts(original: Callable[[], bool]) -> Callable[[], bool]:
+    """In evaluation transformer layers ask this before they call one op: no layer inside would have its format."""
 
     @functools.wraps(original)
     def get_fastpath_enabled() -> bool:
@@ -162,13 +160,7 @@ _WHERE = {
     "_CheckpointFrame": _CHECKPOINT,
     "CheckpointFunction": _CHECKPOINT,
 }
-_WRAPPERS: Any = (
-    _clearing_switch,
-    _clearing_mode,
-    _fused_unless_by_parts,
-    _labelled_frame,
-    _labelled_function,
-)
+_WRAPPERS: Any = (_clearing_switch, _clearing_mode, _by_parts, _labelled_frame, _labelled_function)
 _theirs: tuple[Any, ...] = tuple(names[name] for name, names in _WHERE.items())
 _ours: tuple[Any, ...] = tuple(wrap(found) for wrap, found in zip(_WRAPPERS, _theirs))
 

@@ -31,8 +31,7 @@ MASTER_ENTRIES = {
     "split": ("remainder", torch.int16),
     "split8": ("remainder", torch.int8),
 }
-# An entry of bf16 states for "int8". A checkpoint of 8-bit states lacks it, so that `dcp.load` does not copy codes.
-BF16 = "bf16_instead_of_int8"
+BF16 = "bf16_instead_of_int8"  # an entry that 8-bit states lack: `dcp.load` copies no codes into bf16
 _DEVICES: dict[torch.device, torch.device] = {}
 
 
@@ -66,10 +65,9 @@ def storage(weight: Tensor, group: Mapping[str, Any], specs: tuple[StateSpec, ..
     """The storage of a weight's master and states in a group with these modes."""
     masters = "own" if weight.dtype is torch.float32 else group["masters"]
     state = group["state"]
-    if is_spread(weight) and state_formats[state].is_scaled and not shards.has_whole_groups(weight):
-        # Groups that cross rows would be others on another number of ranks.
-        return Storage(masters, "bf16", specs, is_other=True)
-    return Storage(masters, state, specs)
+    # Groups that cross rows would be others on another number of ranks.
+    is_other = is_spread(weight) and state_formats[state].is_scaled and not shards.has_whole_groups(weight)
+    return Storage(masters, "bf16" if is_other else state, specs, is_other)
 
 
 def _zeros(weight: Tensor, how: Storage, spec: StateSpec) -> Entries:

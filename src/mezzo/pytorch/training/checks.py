@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.autograd.function import BackwardCFunction
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -195,15 +194,13 @@ def first_loss(loss: Tensor, accumulate: int, optimizer: Optimizer) -> None:
 
 
 def _is_of_scaler(node: Any) -> bool:
-    """Whether a product is that of `GradScaler.scale`, with the scaler's own tensor, of any size."""
+    """Whether a product is `GradScaler.scale`'s, with the scaler's own FP32 tensor (that of a number is FP64)."""
     scale = getattr(node, "_saved_other", None)
-    if scale is None or scale.dim() or scale.dtype is not torch.float32:  # a number is FP64
+    if scale is None or scale.dim() or scale.dtype is not torch.float32:
         return False
-    # This goes over all objects of the process. Its instances are referrers themselves, or their dicts are.
-    holders = gc.get_referrers(scale)
-    return any(
-        isinstance(one, GradScaler) or (type(one) is dict and "_growth_tracker" in one) for one in holders
-    )
+    # Among all objects of the process; an object without a dict of its own is the referrer itself.
+    holders = (getattr(one, "__dict__", one) for one in gc.get_referrers(scale))
+    return any(type(one) is dict and "_growth_tracker" in one for one in holders)
 
 
 def not_joined(model: nn.Module, setting: str) -> None:

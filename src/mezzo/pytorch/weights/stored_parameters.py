@@ -10,9 +10,10 @@ import gc
 import itertools
 import re
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ _holders: Any = WeakTensorKeyDictionary()
 
 # Elements that are encoded at a time, so that the temporaries stay small compared to the parameter.
 _PIECE = 1 << 20
+_SMALL = 1 << 14  # of tensors that are gathered
 
 _TORCH_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 _NORM_NAME = re.compile(r"norm(?:ali[sz]ation)?(?:[123]d)?$", re.IGNORECASE)
@@ -126,8 +128,7 @@ def peek_master(param: Tensor) -> Tensor | None:
     weight = local(param.detach())
     kept = local(kept).to(weight.device)
     master = torch.empty_like(weight, dtype=torch.float32)
-    for part, low, out in pieces(weight, kept, master):
-        out.copy_(decode_master("split" if kept.dtype is torch.int16 else "fp32", part, low))
+    write([(master, weight, kept)], partial(decode_master, "split" if kept.dtype is torch.int16 else "fp32"))
     return shards.joined(master, param)
 
 
@@ -302,27 +303,17 @@ def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 def write(rows: Iterable[tuple[Tensor, ...]], change: Callable[..., Tensor]) -> None:
     """``out.copy_(change(*sources))`` for each ``(out, *sources)``, element by element; small tensors in one call."""
-    batch: list[tuple[Tensor, ...]] = []
-    kind, total = None, 0
+    small = defaultdict(list)
     for parts in itertools.chain.from_iterable(itertools.starmap(pieces, rows)):
-        its = [(one.dtype, one.device) for one in parts] if parts[0].dim() == 1 else None
-        if batch and (its is None or its != kind or total + parts[0].numel() > _PIECE):
-            _write_batch(batch, change)
-            batch, total = [], 0
-        batch.append(parts)
-        kind, total = its, total + parts[0].numel()
-    if batch:
-        _write_batch(batch, change)
-
-
-def _write_batch(batch: list[tuple[Tensor, ...]], change: Callable[..., Tensor]) -> None:
-    if len(batch) == 1:
-        out, *sources = batch[0]
-        out.copy_(change(*sources))
-        return
-    outs, *columns = zip(*batch)
-    values = change(*(torch.cat(column) for column in columns))
-    torch._foreach_copy_(outs, values.split([out.numel() for out in outs]))
+        if parts[0].numel() > _SMALL or parts[0].dim() != 1:
+            parts[0].copy_(change(*parts[1:]))
+        else:
+            small[tuple((one.dtype, one.device) for one in parts)].append(parts)
+    for alike in small.values():
+        for start in range(0, len(alike), _PIECE // _SMALL):
+            outs, *columns = zip(*alike[start : start + _PIECE // _SMALL])
+            values = change(*map(torch.cat, columns))
+            torch._foreach_copy_(outs, values.split([out.numel() for out in outs]))
 
 
 def _belongs(kept: Tensor, param: Tensor) -> bool:
