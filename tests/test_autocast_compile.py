@@ -178,7 +178,7 @@ def test_a_context_made_outside_breaks_the_graph():
         with context:
             return body(x)
 
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="(?i)context"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"(?i)context"):
         torch.compile(function, fullgraph=True, backend="aot_eager")(X)
     torch._dynamo.reset()
     assert formats(torch.compile(function, backend="aot_eager")(X)) == [BF16, FP32]
