@@ -116,4 +116,6 @@ __getattr__, __dir__ = lazy("mezzo", _PUBLIC | _INTEGRATIONS, removed=_REMOVED, 
 
 def load_ipython_extension(shell: object) -> None:
     """Answer ``%load_ext mezzo``: there is nothing to load."""
-    print("Mezzo has no magic commands: write `import mezzo` in a cell. A command starts with !: !mezzo doctor")
+    print(
+        "Mezzo has no magic commands: write `import mezzo` in a cell. A command starts with !: !mezzo doctor"
+    )
