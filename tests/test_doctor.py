@@ -174,7 +174,7 @@ def test_this_machine(cpu: pytest.MonkeyPatch, command: Command) -> None:
         "Measured on the CPU",
         "bf16 441 (441 to 441) 190 (190 to 190)",
         "fp16 1.36 (1 repeat) -",
-        "memory bandwidth (copy): 54 (54 to 54) GB/s",
+        "memory bandwidth (copy), in GB/s: 54 (54 to 54)",
         "not measured: could not create a primitive",
         "Use bf16",
         "matrix products are 2.22x faster than in fp32, a convolution's training step is 1.9x faster than in fp32",

@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Callable
 from contextlib import closing, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -257,9 +258,18 @@ def test_module_patterns_that_a_foreign_autocast_ignores_are_told_once(precision
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp16,op.softmax=lower", "bf16,op.linear=fp32"])
-def test_a_foreign_autocast_is_told_where_this_training_entered_no_context(precision: str) -> None:
+def test_a_foreign_autocast_is_told_where_this_training_entered_no_context(
+    precision: str, tmp_path: Path
+) -> None:
     """Also after a training in the same process that did; the last policy runs nothing of this model in 16 bits."""
-    for right in (lambda mp: mezzo.autocast(mp.policy, "cpu"), lambda mp: mp.autocast(), None):
+    file = tmp_path / "mine.toml"
+    file.write_text(mezzo.policy(precision).to_toml())
+    contexts = (
+        lambda mp: mezzo.autocast(mp.policy, "cpu"),
+        lambda mp: mezzo.autocast(file),
+        lambda mp: mp.autocast(),
+    )
+    for right in (*contexts, None):
         model, (x, _) = network(), batch()
         mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), precision)
         with warnings.catch_warnings(record=True) as told:

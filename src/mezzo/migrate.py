@@ -121,9 +121,7 @@ class _Plan:
                     uses[self._dotted(access.node)] = scope
         tests = matchers.Call(func=matchers.Name("isinstance") | matchers.Name("issubclass"))
         found = [one for one in matchers.findall(wrapper, tests) if matchers.findall(one, _AUTOCAST)]
-        self._tested = min(
-            map(self._line, found), default=0
-        )  # objects of another class would not pass this test
+        self._tested = min(map(self._line, found), default=0)  # no object of another class passes this test
         for use in sorted(uses, key=self._span):
             self._decide(use, uses[use])
         for use, imported, edits in self._changed:

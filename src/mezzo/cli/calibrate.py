@@ -110,7 +110,7 @@ class CalibrationRequest(ScriptRequest):
 def next_step(found: Recommendation, request: CalibrationRequest, folder: Path) -> tuple[str, str]:
     """What to do next, and its command."""
     if found.format == "fp32":
-        return "for other hardware", request.in_fp16
+        return "calibrate for other hardware", request.in_fp16
     file = [str(folder / POLICY)] * (found.policy != found.format)
     names = [found.format, *file] if ranked_for(found.format) else file or [found.format]
     advice = "test it against FP32" + f", with {found.format} as it is" * (len(names) > 1)

@@ -175,18 +175,17 @@ def _rows(one: Mapping[str, Any], metric: str) -> list[tuple[str, str, str]]:
         speed = unclear_speed(one) or speed + shown("speedup_interval", " ({0[0]:.2f} to {0[1]:.2f})")
     if memory != MISSING:
         memory += f" ({size(one['peak_memory_bytes'])})"
-    our_metric, fp32_metric = written(one, "metric") or (MISSING, "")
-    our_loss, fp32_loss = written(one, "loss") or (shown("final_loss", "{:.5g}"), "")
+    rows = [("verdict", "", str(one["parity"]))]
+    for name, what, margin in ((metric, "metric", "metric_margin"), ("training loss", "loss", "margin")):
+        ours, fp32 = written(one, what) or (shown(f"final_{what}", "{:.5g}"), "")
+        rows += [
+            (name, fp32, ours),
+            (f"{what} gap", "", shown(f"{what}_gap", "{:+.2g}")),
+            ("90 % interval", "", shown(f"{what}_gap_interval", "{0[0]:+.2g} to {0[1]:+.2g}")),
+            (f"{what} margin", "", shown(margin, "±{:.3g}")),
+        ]
     return [
-        ("verdict", "", one["parity"]),
-        (metric, fp32_metric, our_metric),
-        ("metric gap", "", shown("metric_gap", "{:+.2g}")),
-        ("90 % interval", "", shown("metric_gap_interval", "{0[0]:+.2g} to {0[1]:+.2g}")),
-        ("metric margin", "", shown("metric_margin", "±{:.3g}")),
-        ("training loss", fp32_loss, our_loss),
-        ("loss gap", "", shown("loss_gap", "{:+.2g}")),
-        ("90 % interval", "", shown("loss_gap_interval", "{0[0]:+.2g} to {0[1]:+.2g}")),
-        ("loss margin", "", shown("margin", "±{:.3g}")),
+        *rows,
         ("speed", "1.00x" if one["speedup"] else "", speed),
         ("peak memory", size(one["fp32_peak_memory_bytes"]), memory),
         ("runs", "", f"{one['seeds']} x {one['steps']} steps" if one["steps"] else MISSING),

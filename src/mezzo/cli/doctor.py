@@ -129,7 +129,7 @@ def _machine_lines(data: dict[str, Any]) -> Iterable[str]:
         found = [cells.get((kind, form), "-") for kind in kinds]
         if found != ["-", "-"]:
             yield "{:<8}{:<24}{}".format(form, *found)
-    yield f"memory bandwidth (copy): {cells['copy', 'fp32']} GB/s"
+    yield f"memory bandwidth (copy), in GB/s: {cells['copy', 'fp32']}"
     for reason in dict.fromkeys(row["reason"] for row in data["measured"] if row["reason"]):
         yield f"not measured: {reason}"
     if data["unsteady"]:

@@ -190,10 +190,9 @@ def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tup
     """What to do next, and its command; empty if there is none."""
     asked, word, keras = request.asked(), one["parity"], request.framework == "keras"
     masters = own_masters(name) if not keras else None
-    if masters is None:
-        use = ["--own", "off"] * bool(request.own) + ["--precision", name]
-    else:
-        use = ["--masters", masters] if masters else []
+    use = ["--own", "off"] * bool(request.own) + ["--precision", name]
+    if masters is not None:
+        use = ["--masters", masters] * bool(masters)
     if word == "divergent":
         if keras or masters is not None:
             return f"use FP32, or another candidate than {name}", ""

@@ -21,7 +21,6 @@ def tell(console: Console, text: str, style: str = "") -> None:
 class Watcher:
     """Shows each run as it begins, advances and ends; without a console, or if `quiet` in a pipe, it prints nothing."""
 
-    _console: Console | None = None
     _bar: Progress | None = None
     _task: TaskID | None = None
 

@@ -34,6 +34,7 @@ SHOWN = 8
 """Modules that are printed; JSON has all of them."""
 WORST = 3
 """Modules that a sentence names."""
+_NEAR = f"comes within {2**HEADROOM}x of overflow"
 INNER = "module "  # begins the cause of an overflow in a module inside of the one that is ranked
 _SQUARES = " (the root of the sum of the squares, since the changes are random and partly cancel)"
 MOST_ZERO = 0.95
@@ -68,10 +69,6 @@ class ModuleSensitivity:
         """Whether the change in a format is beyond the limit."""
         return format in self.changes and format not in self.bears
 
-    def overflows(self, format: str) -> str:
-        """What the operation in `causes` does, as a verb."""
-        return f"comes within {2**HEADROOM}x of overflow" if format in self.near else "overflows"
-
     def cell(self, format: str) -> str:
         """The change in a table."""
         change, cause = self.changes.get(format), self.causes.get(format)
@@ -79,7 +76,7 @@ class ModuleSensitivity:
             return "-"
         finite, refused = math.isfinite(change), self.refuses(format)
         if cause and not (finite and refused):  # a later operation may absorb an infinity
-            return f"{self.overflows(format)} in {cause}"
+            return f"{_NEAR if format in self.near else 'overflows'} in {cause}"
         return f"{change:.2g}{' over' if refused else ''}" if finite else "not finite"
 
 
@@ -447,7 +444,8 @@ def _kept(
             if op.startswith(INNER):
                 continue  # that module is kept: this one gets its result in FP32
             whys = ["alone changes the loss by more than the limit"] * (math.isfinite(change) or not op)
-            whys += [f"its operation {op} {inside.overflows('fp16')} in fp16"] * bool(op)
+            does = _NEAR if "fp16" in inside.near else "overflows"
+            whys += [f"its operation {op} {does} in fp16"] * bool(op)
             found.setdefault(path, Kept(path, ", and ".join(whys), op=op))
     return list(found.values())
 

@@ -107,7 +107,10 @@ def judge(
     share = comparison.COARSE_SHARE * learned
     coarse = max(comparison.COARSE * margin, share)
     loss = compare("final loss", base_end, ends, 1.0, margin, ulp_gaps, coarse, share)
-    base_metrics, our_metrics = _metrics(baseline, numbers), _metrics(candidate, numbers)
+    base_metrics, our_metrics = (
+        {k: float(value) for k in numbers if (value := runs[k].metric) is not None}
+        for runs in (baseline, candidate)
+    )
     metric = None
     if len(base_metrics) == len(our_metrics) == len(numbers):
         base_metric = np.array([base_metrics[k] for k in firsts])
@@ -138,10 +141,6 @@ def judge(
         rare = f"in fewer than {100 * failure_rate_bound(len(groups)):.0f} % of the seeds (95 % confidence)"
         notes.append(f"{len(groups)} pairs of runs cannot exclude failures that occur {rare}.")
     return Verdict(parity, reason, len(groups), loss, metric, differences, tuple(notes), cause)
-
-
-def _metrics(runs: Runs, numbers: list[int]) -> dict[int, float]:
-    return {k: float(metric) for k in numbers if (metric := runs[k].metric) is not None}
 
 
 def _broken(baseline: Runs, candidate: Runs) -> str:

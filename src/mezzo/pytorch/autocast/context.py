@@ -140,8 +140,8 @@ def context_of(
             return context_of(first, second, enabled, cache_enabled)
         found = Context(first, second, enabled, cache_enabled)
         is_file = not isinstance(policy, (Policy, str, torch.dtype)) or is_toml(str(policy))
-        if not is_file and found.is_as_asked:  # a file, or which devices there are, may change
-            _contexts[key] = found
+        if found.is_as_asked:  # which devices there are may change, and so may a file
+            _contexts[(found.policy, *key[1:]) if is_file else key] = found
     return found
 
 
@@ -409,7 +409,7 @@ def forget_entries() -> None:
 def was_entered(policy: Policy) -> bool:
     """Whether a context with these rules was entered since `forget_entries`, outside of compiled code."""
     entered = (context.policy for context in _contexts.values() if context._entered)
-    return any(one and (one.compute, one.ops) == (policy.compute, policy.ops) for one in entered)
+    return any(one and one.compute == policy.compute and {*one.ops} == {*policy.ops} for one in entered)
 
 
 def _without_model(policy: Policy, *missing: tuple[str, str]) -> UsageError:

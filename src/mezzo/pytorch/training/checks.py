@@ -148,17 +148,16 @@ def outside_autocast(loss: Tensor, policy: Policy, model: nn.Module, stored: str
     ignored = [
         path or "the model" for path, inner in model.named_modules() if getattr(inner.forward, "ignored", 0)
     ]
-    compiled, casts = False, False
-    for node in nodes_of([loss]) if low and stored == "fp32" and not ignored else ():
-        compiled, casts = compiled or isinstance(node, BackwardCFunction), casts or "ToCopy" in node.name()
+    looks = low and stored == "fp32" and not was_entered(policy)
+    nodes = list(nodes_of([loss])) if looks and not ignored else []
     if ignored:
         what = f"the policy's format of {', '.join(ignored[:3])} had no effect. Replace torch.autocast by mp.autocast"
-    elif not low or stored != "fp32" or compiled or was_entered(policy):
+    elif not looks or any(isinstance(node, BackwardCFunction) for node in nodes):  # compiled
         return
-    elif not casts:
-        what = f"nothing ran in {' or '.join(low)}. Compute it inside"
-    else:
+    elif any("ToCopy" in node.name() for node in nodes):
         what = "its formats are another autocast's, or the model's own. Replace torch.autocast by mp.autocast"
+    else:
+        what = f"nothing ran in {' or '.join(low)}. Compute it inside"
     told = f"MixedPrecision: the loss was computed outside mp.autocast(), so {what}"
     warnings.warn(f"{told}: with mp.autocast(): loss = loss_fn(model(x), y).", stacklevel=3)
 

@@ -64,13 +64,9 @@ _CHANGED = (
     "MixedPrecision: gradients were changed in place, as by clip_grad_norm_, between the losses of a window. There "
     "they are multiplied by the loss scale and not divided yet. Remove that line. To clip, pass clip_norm=."
 )
-_SCHEDULED = (
-    "MixedPrecision: the loop called scheduler.step() itself, so the scheduler steps more than once per update. Remove "
-    "that line: with scheduler=, MixedPrecision steps the scheduler after each step of the optimizer."
-)
-_AVERAGED = (
-    "MixedPrecision: the loop called update_parameters() itself, so the average is updated more than once per update. "
-    "Remove that line: with ema=, MixedPrecision updates the average after each step of the optimizer."
+_CALLED = (
+    "MixedPrecision: the loop called {}() itself, so it runs more than once per update. Remove that line: with {}=, "
+    "MixedPrecision calls it after each step of the optimizer."
 )
 
 
@@ -222,9 +218,7 @@ class MixedPrecision:
         self._journal.also(self._observing.drain)
         self._stop_observing = finalize(self, self._observing.undo)
         self._stop_observing.atexit = False
-        if isinstance(
-            own, (str, os.PathLike)
-        ):  # emptied last: an error above leaves an earlier run's records
+        if isinstance(own, (str, os.PathLike)):  # last: an error above leaves an earlier run's records
             open(own, "w").close()
         if not any(mp._looks for mp in _ALIVE):  # else one of these may have begun its first forward pass
             forget_entries()
@@ -259,9 +253,8 @@ class MixedPrecision:
         clips = None if self.clip_norm is None and self.clip_value is None else True
         more = (self._resolved.scaler, clips, self.scheduler, self._average)
         names = ("loss scale", "clipping", "scheduler", "average")
-        self._does_more = [
-            name for name, one in zip(names, more) if one is not None
-        ]  # than the optimizer's own step
+        # Than the optimizer's own step.
+        self._does_more = [name for name, one in zip(names, more) if one is not None]
         if self.accumulate > 1 or self._does_more:
             undo.callback(optimizer.register_step_pre_hook(partial(_step_begins, ref(self))).remove)
         if not isinstance(stepping, (FusedOptimizer, WithMasters)):  # these do it themselves
@@ -548,14 +541,14 @@ class MixedPrecision:
         if skipped is False:
             if self._average is not None:
                 if checks.averaged(self._average) in self._averaged:
-                    self._warn_once(_AVERAGED)
+                    self._warn_once(_CALLED.format("update_parameters", "ema"))
                 with showing_masters(self.model, [mp.optimizer for mp in _ALIVE]):
                     self._average(self.model)
                 count = checks.averaged(self._average)
                 self._averaged = () if count is None else (count + 1, count + self.accumulate)
             if self.scheduler is not None:
                 if getattr(self.scheduler, "last_epoch", None) in self._doubled:
-                    self._warn_once(_SCHEDULED)
+                    self._warn_once(_CALLED.format("scheduler.step", "scheduler"))
                 self.scheduler.step()
                 last = getattr(self.scheduler, "last_epoch", None)
                 self._doubled = (last + 1, last + self.accumulate) if isinstance(last, int) else ()

@@ -55,7 +55,7 @@ class Observers:
         self.tracer = next((one for one in observers if isinstance(one, OverflowTracer)), None)
         self._handles: list[Any] = []
         self._inside = 0
-        self._warned: bool | None = None  # whether the last warning named the place
+        self._warned = -1  # whether the last warning named the place; -1 before the first
         for model in [models] if isinstance(models, nn.Module) else models:
             self.watch(model)
 
@@ -124,15 +124,13 @@ class Observers:
             finding = finding or observer.finding
         return finding
 
-    def warning(self, finding: OverflowReport | None, where: str) -> str:
+    def warning(self, one: OverflowReport | None, where: str) -> str:
         """The text of a warning of the first finding that alarms, and of the first with a line; `where` all are."""
-        if finding is None or not finding.alarms or finding.cause == "unknown":
+        if one is None or not one.alarms or one.cause == "unknown" or one.is_located <= self._warned:
             return ""
-        if self._warned is not None and finding.is_located <= self._warned:
-            return ""
-        self._warned = finding.is_located
+        self._warned = one.is_located
         more = "Later ones" if self._warned else "One more follows if its line is found; later ones"
-        return f"{finding.sentence}.{finding.advice} {more} are only in {where}, of {ALARMS} places at most."
+        return f"{one.sentence}.{one.advice} {more} are only in {where}, of {ALARMS} places at most."
 
     def step_dropped(self) -> None:
         """Backward raised."""
