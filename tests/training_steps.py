@@ -34,7 +34,12 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 @pytest.fixture(autouse=True)
 def nobody_owns_anything() -> Iterator[None]:
     torch.manual_seed(0)
+    _close_all()  # also what another file's tests left
     yield
+    _close_all()
+
+
+def _close_all() -> None:
     alive = list(mixed_precision._ALIVE)
     mixed_precision.drop_windows([mp.model for mp in alive])  # else close() warns of them
     for mp in alive:
