@@ -444,7 +444,11 @@ def test_finished_runs_are_kept(case: Case) -> None:
     [
         ({"margin": 0.01}, "margin was 0.005 and is now 0.01"),
         ({"seeds": 4}, "--seeds was 3 and is now 4. Choose"),
-        ({"argv": ("--epochs", "3")}, "the script's argument list was none and is now --epochs 3"),
+        ({"argv": ("--epochs", "3")}, "the script's argument list was none and is now --epochs 3.\n"),
+        (
+            {"argv": ("3", "--fresh", "--seeds=3")},
+            "(--fresh --seeds after -- is passed to the script) was none",
+        ),
         ({"precisions": ("fp16",)}, "--precision was bf16 and is now fp16.\n"),
         ({"metric_margin": 2.0}, "--metric-margin was none and is now 2.0.\n"),
     ],
