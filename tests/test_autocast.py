@@ -269,9 +269,10 @@ def test_wrong_names(spec: str, device: str | None, error: type[Exception], word
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about a computer without CUDA")
 def test_an_absent_device_leaves_no_policy():
-    for _ in range(2):
-        with pytest.warns(UserWarning, match="CUDA is not available"):
-            context = mezzo.autocast("bf16", "cuda")
+    for words in ("bf16", "cuda"), ("bf16", "cuda"), ("cuda", torch.float16), ("cuda",):
+        with pytest.warns(UserWarning, match="CUDA is not available") as told:
+            context = mezzo.autocast(*words)
+        assert [one.filename for one in told] == [__file__]
         with context:
             assert active_policy.current_policy("cuda") is None
             assert active_policy.label() == 0

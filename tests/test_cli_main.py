@@ -100,6 +100,7 @@ def test_python_dash_m_and_a_reader_that_leaves_early() -> None:
 
 AFTER = "go after --: mezzo {} train.py -- --epochs 3\n"
 SIZES = "batch-size train.py --vary=--batch"
+TORCHRUN = "torchrun --standalone --nproc-per-node 2 --no-python"
 WRONG: list[tuple[str, str]] = [
     ("compair", "Did you mean 'compare'?"),
     ("formats --no-such-option", "usage: mezzo formats"),
@@ -120,6 +121,19 @@ WRONG: list[tuple[str, str]] = [
     ("compare --metric --seeds 3 train.py", "--metric: expected one argument\n"),
     ("batch-size train.py --batch 8", "mezzo batch-size train.py --vary=--batch"),
     ("run --seeds 3 train.py", "an option of mezzo compare"),
+    (
+        "run --nproc 2 --precision bf16 train.py --x",
+        f": {TORCHRUN} mezzo run --precision bf16 train.py --x\n",
+    ),
+    ("run --nproc=2 train.py -- --x", f": {TORCHRUN} mezzo run train.py --x\n"),
+    ("calibrate --nproc 2 train.py", "an option of mezzo compare"),
+    ("run --lr 3 --precision bf16 train.py", "Mezzo: --lr 3. "),
+    ("run --lr 3 --precision bf16 -m train --x", ": mezzo run --precision bf16 -m train -- --lr 3 --x\n"),
+    (
+        "compare --lr 3 --seeds 2 train.py --json -- --x",
+        ": mezzo compare --seeds 2 train.py --json -- --lr 3 --x\n",
+    ),
+    ("compare --demo digits --lr 3 --seeds 2", ": mezzo compare --demo digits --seeds 2 -- --lr 3\n"),
     ("run --epochs 3 train.py", "mezzo run train.py -- --epochs 3"),
     ("run --precision bf16 --precision fp16 train.py", "given twice (bf16, fp16)"),
     ("run --precision bf16 --quiet --policy=fp16 train.py --x", " run --quiet --policy=fp16 train.py --x\n"),

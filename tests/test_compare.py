@@ -6,6 +6,7 @@ import html
 import io
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -16,9 +17,9 @@ from rich.console import Console
 
 from mezzo.compare import folder as folder_module
 from mezzo.compare.answer import answer, next_steps, unclear_speed
-from mezzo.compare.comparison import compare, schedule
+from mezzo.compare.comparison import compare, planned_runs, schedule
 from mezzo.compare.judgement import _overflow
-from mezzo.compare.measure import Metric
+from mezzo.compare.measure import LESS_IS_BETTER, Metric
 from mezzo.compare.progress import Watcher
 from mezzo.compare.request import Request, candidates
 from mezzo.compare.runs import read_run, run_child
@@ -444,7 +445,11 @@ def test_finished_runs_are_kept(case: Case) -> None:
     [
         ({"margin": 0.01}, "margin was 0.005 and is now 0.01"),
         ({"seeds": 4}, "--seeds was 3 and is now 4. Choose"),
-        ({"argv": ("--epochs", "3")}, "the script's argument list was none and is now --epochs 3"),
+        ({"argv": ("--epochs", "3")}, "the script's argument list was none and is now --epochs 3.\n"),
+        (
+            {"argv": ("3", "--fresh", "--seeds=3")},
+            "(--fresh --seeds after -- is passed to the script) was none",
+        ),
         ({"precisions": ("fp16",)}, "--precision was bf16 and is now fp16.\n"),
         ({"metric_margin": 2.0}, "--metric-margin was none and is now 2.0.\n"),
     ],
@@ -658,6 +663,26 @@ def test_lines_for_pipes(case: Case, tmp_path: Path) -> None:
     assert said[4].endswith(" s")  # nothing is left
     assert len(said) == 8
     assert str(case.out) in said[7]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "how", "said"),
+    [
+        ("validation RMSE: (.*)", "auto", "\nvalidation RMSE: lower is better"),
+        ("accuracy: (.*)", "auto", "\naccuracy: higher is better"),
+        ("loss: (.*)", "higher", "\nloss: higher is better"),
+        (None, "auto", " for a quick look"),
+    ],
+)
+def test_the_plan_says_which_metric_is_better(pattern: str | None, how: str, said: str) -> None:
+    plan = planned_runs(Request("train", is_module=True, metric=pattern, metric_better=how))
+    assert plan.endswith(said)
+
+
+def test_the_page_names_the_words_that_make_a_lower_metric_better() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "compare.md").read_text(encoding="utf-8")
+    sentence = page.partition("Lower is better if")[2].partition("otherwise")[0]
+    assert re.findall("`(.*?)`", sentence) == LESS_IS_BETTER.split()
 
 
 def test_a_bar_on_a_terminal(case: Case) -> None:

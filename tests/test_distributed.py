@@ -27,6 +27,7 @@ SUBJECTS = {
     "fault": 3,
     "accelerated": 1,
     "recorded": 1,
+    "nudged": 1,
     "fsdp": 10,
     "dropped": 2,
     "adversaries": 2,

@@ -326,6 +326,17 @@ def test_the_summary_of_a_launcher_names_the_comparison_of_its_script(tmp_path: 
     )
 
 
+def test_the_summary_of_a_launcher_tells_of_ranks_that_were_left_alone(tmp_path: Path) -> None:
+    """Neither losses nor updates are counted there."""
+    own = "from torch import autocast, bfloat16\nautocast('cpu', bfloat16).__enter__()\ntrain(rank)\n"
+    ran = ranks(tmp_path, RANK.replace("train(rank)\n", own), "bf16")
+    assert ran.returncode == 0, ran.stderr
+    first, second, *_ = [line for line in ran.stderr.splitlines() if line.startswith("mezzo: ")]
+    assert first.startswith("mezzo: left alone: it uses torch.autocast")
+    assert "bf16 was not applied" in second
+    assert ran.stderr.count("left alone: ") == 1
+
+
 def test_a_rank_that_raises_ends_the_others_with_its_message(tmp_path: Path) -> None:
     ran = ranks(tmp_path, RANK, "fp16", "fail")
     assert ran.returncode == 1

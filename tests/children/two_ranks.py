@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from mezzo.core.errors import UsageError
 from mezzo.core.overflow import OUTSIDE
 from mezzo.pytorch.auto import TimedTrial
 from mezzo.pytorch.distributed import Ranks, local, named, own_squares, ranks_of, replica_groups
+from mezzo.pytorch.run.weights import nudge
 
 BOTH = (0, 1)
 
@@ -377,6 +379,17 @@ def recorded() -> None:
     assert found == {"run-rank1.jsonl": 40, "run.jsonl": 40}
 
 
+def nudged() -> None:
+    """Shards move as the whole weights do in one process; rank 1 has no element of four of the six."""
+    torch.manual_seed(0)
+    one = nn.Sequential(nn.Linear(5, 1), nn.Linear(1, 1), nn.Linear(1, 3))
+    net, start = fully_shard(deepcopy(one)), whole(one)
+    assert (nudge(net.parameters()), nudge(one.parameters())) == (6, 6)
+    assert whole(net) == whole(one)
+    assert all(moved != before for moved, before in zip(whole(one), start, strict=True))
+    alike(whole(net))
+
+
 CASES: dict[str, Callable[[], None]] = {
     **fsdp_cases.CASES,
     **{
@@ -413,6 +426,7 @@ CASES: dict[str, Callable[[], None]] = {
     "fault: loss": lambda: fault("loss", OUTSIDE, ""),
     "accelerated": accelerated,
     "recorded": recorded,
+    "nudged": nudged,
 }
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from mezzo.core.commands import folded, say
+from mezzo.core.commands import folded, run_words, say
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.demos import Demo
 
@@ -59,6 +59,7 @@ class Parser(argparse.ArgumentParser):
         rest = list(words[len(ours) :])
         named = not owns_rest and any(word.startswith(("--demo", "-m")) for word in ours)
         cut = rest.index("--") if "--" in rest else None
+        head, tail = rest[:cut], [] if cut is None else rest[cut + 1 :]
         if cut == 0:
             del rest[0]
         elif rest and not named and self._near(rest[:1]):
@@ -66,17 +67,18 @@ class Parser(argparse.ArgumentParser):
         elif rest and rest[0] in ("-", "-c") and not owns_rest:
             self.error(f"{rest[0]}: the code must be in a file. Save it as train.py: {self.prog} train.py")
         elif rest and (named or (rest[0].startswith("-") and rest[0] != "-")):
-            if named:
-                self._refuse(rest, ours)
-            script = next((at for at, word in enumerate(rest) if word.endswith(".py")), 1)
-            ours += rest[script : script + 1] or ["train.py"]
-            self._refuse(rest[:script], ours, rest[script + 1 :])
+            found = (at for at, word in enumerate(head) if word[-3:] == ".py" or head[at - 1 : at] == ["-m"])
+            at = len(head) if named else next(found, 1)
+            script = [] if named else head[at : at + 1] or ["train.py"]
+            end = at + 1 if owns_rest else len(head)
+            (mine, others), (after, more) = self.split(head[:at]), self.split(head[at + 1 : end])
+            self._refuse([*others, *more], [*ours, *mine, *script, *after], [*head[end:], *tail])
         elif rest:
-            mine, others = self.split(rest[1:cut])
+            mine, others = self.split(head[1:])
             if owns_rest:
                 mine = mine if cut is not None and not others else []
             elif others and (cut is not None or mine or not ours):
-                self._refuse(others, [*ours, rest[0], *mine], [] if cut is None else rest[cut + 1 :])
+                self._refuse(others, [*ours, rest[0], *mine], tail)
             elif cut is None:
                 self._refuse_both(ours, rest[0], mine)
             if mine or cut == 1:
@@ -138,13 +140,16 @@ class Parser(argparse.ArgumentParser):
     def _refuse(self, unknown: Sequence[str], ours: Sequence[str], more: Sequence[str] = ()) -> NoReturn:
         if not {"-h", "--help"}.isdisjoint(ours):
             self.parse_args(["--help"])
-        if unknown[0] in OF_COMPARE and not self.prog.endswith("compare"):
+        ours, text = self.once(ours), shlex.join([*unknown, *more])
+        if self.prog == "mezzo run" and (ranks := re.match(r"--nproc[ =](\d+) ?", text)):
+            launch = f"{run_words(ranks[1], *ours)} {text[ranks.end() :]}".rstrip()
+            self.error(f"--nproc is an option of mezzo compare. mezzo run is started on each rank: {launch}")
+        if unknown[0] in (*OF_COMPARE, "--nproc") and not self.prog.endswith("compare"):
             self.error(f"{unknown[0]} is an option of mezzo compare: mezzo compare --help")
-        ours = self.once(ours)
         if "--vary" in self._option_string_actions and not any(word.startswith("--vary") for word in ours):
             varied = shlex.join([*ours, f"--vary={unknown[0]}"])
             self.error(f"--vary is missing. To try several values of {unknown[0]}: {self.prog} {varied}")
-        command = f"{self.prog} {shlex.join([*ours, '--', *unknown, *more])}"
+        command = f"{self.prog} {shlex.join([*ours, '--'])} {text}"
         given = f"not options of Mezzo: {shlex.join(unknown)}.{self._near(unknown)}"
         self.error(f"{given} Arguments of your script go after --: {command}")
 

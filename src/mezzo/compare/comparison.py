@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mezzo.compare.answer import answer, tf32_off
+from mezzo.compare.answer import answer, metric_name, tf32_off
 from mezzo.compare.folder import check_ours, forget_run, full, locked, prepare, writing
 from mezzo.compare.judgement import Runs, last_error, verdict
 from mezzo.compare.progress import Watcher
@@ -64,13 +64,15 @@ def schedule(request: Request) -> list[Planned]:
 
 
 def planned_runs(request: Request) -> str:
-    """The script with its arguments; how many runs there will be, and why."""
+    """The script with its arguments; how many runs there will be, and why; how the metric is judged."""
     counts = ", ".join(f"{request.seeds} {name}" for name in ("FP32", *request.precisions))
     few = request.seeds < FEWEST_FOR_TOST
     tip = "a quick look: 3 or more seeds can prove more" if few else "--seeds 1 for a quick look"
     script = shlex.join([request.demo or request.target, *request.argv])
     ranks = "" if request.nproc is None else f" on {request.nproc} ranks"
     pairs = f"{request.seeds} pair{'s' * (request.seeds > 1)}: the same seed"
+    if metric := request.how_metric:
+        tip += f"\n{metric_name(metric.pattern)}: {'higher' if metric.higher else 'lower'} is better"
     return f"{script}\n{len(schedule(request))} runs{ranks}: {counts} ({pairs}), 1 FP32 as noise check; {tip}"
 
 

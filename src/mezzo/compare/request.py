@@ -255,8 +255,10 @@ def differences(declared: dict[str, Any], before: dict[str, Any]) -> dict[str, s
         since["policies"] = f"policy {', '.join(edited)}"
         changed = [key for key in changed if edited or key != "policies"]
     names = {field.name: f"--{field.name.replace('_', '-')}" for field in fields(Request)}
-    names |= {"argv": "the script's argument list", "target": "the script", "precisions": "--precision"}
-    names["own"] = "the script's own mixed precision"
+    names |= {"own": "the script's own mixed precision", "target": "the script", "precisions": "--precision"}
+    mine = {word.partition("=")[0] for word in declared["argv"]} & {"--fresh", "--out", *names.values()}
+    passed = f" ({' '.join(sorted(mine))} after -- is passed to the script)" if mine else ""
+    names["argv"] = f"the script's argument list{passed}"
     return {
         key: f"{since[key]} has changed since"
         if key in since

@@ -67,7 +67,7 @@ def run_command(request: Mapping[str, Any], *options: str) -> str:
     return run_words(request.get("nproc"), *apex, *options, *script)
 
 
-def run_words(ranks: int | None, *words: str) -> str:
+def run_words(ranks: int | str | None, *words: str) -> str:
     """``mezzo run words``, on so many ranks of torchrun if there are any."""
     torchrun = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), "--no-python"] if ranks else []
     return shlex.join([*torchrun, "mezzo", "run", *words])

@@ -57,6 +57,7 @@ class Session:
     """The state of one run, and its patches."""
 
     journal: Journal
+    left_alone: str | None = None
 
     def __init__(self, request: RunRequest) -> None:
         self.request = request

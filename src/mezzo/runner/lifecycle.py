@@ -125,6 +125,7 @@ class Session(Protocol):
 
     request: RunRequest
     journal: Journal
+    left_alone: str | None  # why Mezzo changes nothing, if so
     fatal: MezzoError | None
 
 
@@ -216,7 +217,7 @@ def attend(
         over, status = True, _ending()
         for part in reversed(parts):
             part.remove()
-        if session.journal.losses or session.journal.updates:
+        if session.journal.losses or session.journal.updates or session.left_alone:
             finish(status)
             session.journal.end(status)
             text = summary(status != 0) if session.request.summary else ""

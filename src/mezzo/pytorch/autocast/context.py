@@ -126,20 +126,17 @@ def context_of(
     policy: Any, device_type: Any = None, enabled: bool = True, cache_enabled: bool | None = None
 ) -> Context:
     """`autocast` for Mezzo's own calls, which know the model that a policy's module patterns are for."""
+    first, second = _policy_first(policy, device_type)
     if _is_dynamo_compiling():
-        first, second = _policy_first(policy, device_type)
         # Field by field: the graph is guarded by the content. Dynamo of torch 2.11 takes no dataclass there.
         plain = tuple([getattr(first, name) for name in _FIELDS]) if isinstance(first, Policy) else first
         if not _is_eager_only(plain, second, enabled):
             return cast("Context", _traced(plain, second, enabled, cache_enabled))
-    key = (policy, device_type, enabled, cache_enabled, _native_key())
+    key = (first, second, enabled, cache_enabled, _native_key())
     found = _contexts.get(key)
     if found is None:
-        first, second = _policy_first(policy, device_type)
-        if first is not policy:
-            return context_of(first, second, enabled, cache_enabled)
         found = Context(first, second, enabled, cache_enabled)
-        is_file = not isinstance(policy, (Policy, str, torch.dtype)) or is_toml(str(policy))
+        is_file = not isinstance(first, (Policy, str, torch.dtype)) or is_toml(str(first))
         if found.is_as_asked:  # which devices there are may change, and so may a file
             _contexts[(found.policy, *key[1:]) if is_file else key] = found
     return found
@@ -232,8 +229,10 @@ class Context:
         resolved = _resolve(policy, self.device_type, enabled)
         self.is_as_asked = True
         if resolved.enabled and resolved.dtype is not _FP32:
-            genuine = torch.autocast(self.device_type, resolved.dtype)  # makes PyTorch's checks, and warns
-            self.is_as_asked = genuine._enabled
+            absent = self.device_type == "cuda" and torch.cuda.amp.common.amp_definitely_not_available()
+            if absent:  # PyTorch's own warning would name a line of this file
+                warnings.warn("CUDA is not available. Disabling autocast.", stacklevel=4)
+            self.is_as_asked = not absent and torch.autocast(self.device_type, resolved.dtype)._enabled
         self.policy, self._enabled, self._dtype = resolved if self.is_as_asked else _OFF
         # A disabled one, which must leave the device's switch alone: it may be a digit of the label.
         self._is_absent = self.device_type in active_policy.label_devices()

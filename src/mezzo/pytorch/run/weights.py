@@ -27,12 +27,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mezzo.core.errors import UsageError
 from mezzo.core.records import SWITCHED_OFF
 from mezzo.pytorch.autocast.modules import fitting
+from mezzo.pytorch.distributed import local
 from mezzo.pytorch.dtypes import SIXTEEN_BITS, name_of
 from mezzo.pytorch.kernels.not_traced import breaks_graph, not_traced
 from mezzo.pytorch.monitor.module_paths import unwrapped
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.with_masters import WithMasters, put_masters
 from mezzo.pytorch.step import parameters
+from mezzo.pytorch.weights.shards import part
 from mezzo.pytorch.weights.stored_parameters import lower_weights
 
 if TYPE_CHECKING:
@@ -288,11 +290,13 @@ def nudge(parameters: Iterable[Tensor]) -> int:
     moved: set[int] = set()
     with torch.no_grad():
         for parameter in parameters:
-            data = parameter.detach()
-            if data.dtype is not torch.float32 or not data.numel() or data.data_ptr() in moved:
+            own = local(parameter.data)
+            place = own.data_ptr() or id(parameter)  # a rank's part may be empty
+            if parameter.dtype is not torch.float32 or not parameter.numel() or place in moved:
                 continue
-            moved.add(data.data_ptr())
-            coins = torch.rand(data.shape, generator=generator) < 0.5
-            towards = torch.where(coins, -math.inf, math.inf).to(data.device)
-            parameter.data.copy_(torch.nextafter(data, towards))
+            moved.add(place)
+            # Of the whole parameter: each rank moves its part of a `DTensor` as one process would.
+            coins = torch.rand(parameter.shape, generator=generator) < 0.5
+            towards = part(torch.where(coins, -math.inf, math.inf), parameter)
+            own.copy_(torch.nextafter(own, towards.to(own.device)))
     return len(moved)
