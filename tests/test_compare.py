@@ -19,7 +19,7 @@ from mezzo.compare import folder as folder_module
 from mezzo.compare.answer import answer, next_steps, unclear_speed
 from mezzo.compare.comparison import compare, planned_runs, schedule
 from mezzo.compare.judgement import _overflow
-from mezzo.compare.measure import LESS_IS_BETTER, Metric
+from mezzo.compare.measure import LESS_AS_WORDS, LESS_IS_BETTER, Metric
 from mezzo.compare.progress import Watcher
 from mezzo.compare.request import Request, candidates
 from mezzo.compare.runs import read_run, run_child
@@ -671,6 +671,8 @@ def test_lines_for_pipes(case: Case, tmp_path: Path) -> None:
         ("validation RMSE: (.*)", "auto", "\nvalidation RMSE: lower is better"),
         ("accuracy: (.*)", "auto", "\naccuracy: higher is better"),
         ("loss: (.*)", "higher", "\nloss: higher is better"),
+        (r"test_WER\s+(.*)", "auto", "lower is better"),
+        ("answer confidence: (.*)", "auto", "higher is better"),
         (None, "auto", " for a quick look"),
     ],
 )
@@ -682,7 +684,7 @@ def test_the_plan_says_which_metric_is_better(pattern: str | None, how: str, sai
 def test_the_page_names_the_words_that_make_a_lower_metric_better() -> None:
     page = (Path(__file__).parents[1] / "docs" / "compare.md").read_text(encoding="utf-8")
     sentence = page.partition("Lower is better if")[2].partition("otherwise")[0]
-    assert re.findall("`(.*?)`", sentence) == LESS_IS_BETTER.split()
+    assert re.findall("`(.*?)`", sentence) == [*LESS_IS_BETTER.split(), *LESS_AS_WORDS.split()]
 
 
 def test_a_bar_on_a_terminal(case: Case) -> None:

@@ -109,7 +109,8 @@ def _medians(times: Floats, rng: np.random.Generator) -> Floats:
 
 
 POINTS = 0.2
-LESS_IS_BETTER = "loss err perplexity ppl mse mae nll bpc bpb wer cer fid distance entropy"
+LESS_IS_BETTER = "loss error perplexity mse mae distance entropy"  # also inside a word: rmse
+LESS_AS_WORDS = "err ppl nll bpc bpb wer cer fid"  # not inside one: answer, confidence
 
 
 class Reading(NamedTuple):
@@ -147,7 +148,9 @@ class Metric:
     @property
     def higher(self) -> bool:
         if self.better == "auto":
-            return not any(word in self.pattern.lower() for word in LESS_IS_BETTER.split())
+            text = self.pattern.lower()
+            inside = any(word in text for word in LESS_IS_BETTER.split())
+            return not inside and not {*LESS_AS_WORDS.split()} & {*re.findall("[a-z]+", text)}
         return self.better == "higher"
 
     def read(self, text: str) -> Reading | None:
