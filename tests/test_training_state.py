@@ -6,6 +6,7 @@ import copy
 import re
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
@@ -261,7 +262,7 @@ def test_module_patterns_that_a_foreign_autocast_ignores_are_told_once(precision
 def test_a_foreign_autocast_is_told_where_this_training_entered_no_context(
     precision: str, tmp_path: Path
 ) -> None:
-    """Also after a training in the same process that did; the last policy runs nothing of this model in 16 bits."""
+    """Also after a training in the process, or another thread, that did; the last policy runs nothing in 16 bits."""
     file = tmp_path / "mine.toml"
     file.write_text(mezzo.policy(precision).to_toml())
     contexts = (
@@ -269,6 +270,13 @@ def test_a_foreign_autocast_is_told_where_this_training_entered_no_context(
         lambda mp: mezzo.autocast(file),
         lambda mp: mp.autocast(),
     )
+
+    def evaluate() -> None:
+        with mezzo.autocast(precision, "cpu"):
+            network()(batch()[0])
+
+    with ThreadPoolExecutor(1) as other:
+        other.submit(evaluate).result()
     for right in (*contexts, None):
         model, (x, _) = network(), batch()
         mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), precision)

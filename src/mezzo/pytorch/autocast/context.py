@@ -406,8 +406,8 @@ def forget_entries() -> None:
 
 
 def was_entered(policy: Policy) -> bool:
-    """Whether a context with these rules was entered since `forget_entries`, outside of compiled code."""
-    entered = (context.policy for context in _contexts.values() if context._entered)
+    """Whether this thread entered a context with these rules since `forget_entries`, outside of compiled code."""
+    entered = (context.policy for context in _contexts.values() if _get_ident() in context._entered)
     return any(one and one.compute == policy.compute and {*one.ops} == {*policy.ops} for one in entered)
 
 
