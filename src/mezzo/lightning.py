@@ -24,7 +24,7 @@ from mezzo.core.errors import UsageError, checks_keywords
 from mezzo.core.loss_scale import LossScale
 from mezzo.core.policy import Policy
 from mezzo.core.version import library
-from mezzo.pytorch.autocast.context import context_of
+from mezzo.pytorch.autocast.context import Context, context_of
 from mezzo.pytorch.autocast.modules import fitting
 from mezzo.pytorch.monitor.module_paths import unwrapped
 from mezzo.pytorch.optim.adopt import extend
@@ -238,7 +238,13 @@ class _Plugin(TrainerStep):
         if self.scaler is not None:
             self.backward_begins(tensor)
             tensor = self.scaler.scale(tensor)
-        self._base.backward(self, tensor, model, *args, **kwargs)
+        with self._autocast_off():
+            self._base.backward(self, tensor, model, *args, **kwargs)
+
+    def _autocast_off(self) -> Context:
+        """With manual optimization, backward and steps are inside `train_step_context`: ops in FP32 must stay so."""
+        device = self._resolved[0].device if self._resolved else self._device
+        return context_of(self.policy, device.type, enabled=False)
 
     def optimizer_step(
         self, optimizer: Any, model: Any = None, closure: Callable[[], Any] | None = None, **kwargs: Any
@@ -272,11 +278,12 @@ class _Plugin(TrainerStep):
         stepped, _ = scaler._last.get(optimizer, (0, None))
         if model is not None and model.automatic_optimization and stepped == scaler._scale_calls:
             return result  # `training_step` returned None, or weight averaging only updates BatchNorm
-        self.unscale(optimizer)
-        if model is not None:
-            self._after_closure(model, optimizer)
-        scaler.step(optimizer, **kwargs)
-        self._explain(optimizer, scaler.was_skipped(optimizer))
+        with self._autocast_off():
+            self.unscale(optimizer)
+            if model is not None:
+                self._after_closure(model, optimizer)
+            scaler.step(optimizer, **kwargs)
+            self._explain(optimizer, scaler.was_skipped(optimizer))
         self._ended(optimizer)
         return result
 
