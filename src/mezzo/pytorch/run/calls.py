@@ -175,29 +175,38 @@ class Preparation:
     def _override(self, model: nn.Module, policy: Policy, first: bool) -> None:
         patterns = [pattern for pattern, _ in policy.modules] if first else self._unmatched
         self._unmatched = self._missing(patterns, model)
-        for pattern in self._unmatched if first else ():
-            self._wait_for(pattern, model)
-        fits = fitting(policy, model)
-        if not fits.modules:
-            return
-        self._session.overridden.add(model)
-        formats = apply_module_overrides(model, fits, self._session.device_type).formats
-        self._session.formats |= formats
-        for path, fmt in formats.items():
-            if fmt in _AUTOCAST_OFF:
-                for name, inner in model.get_submodule(path).named_modules(prefix=path):
-                    if name and formats.get(name, fmt) in _AUTOCAST_OFF:
-                        inner.__dict__[IN_FP32] = True
+        holders = [self._wait_for(pattern, model) for pattern in self._unmatched if first]
+        for root in dict.fromkeys((*holders, model)):
+            self._unmatched = self._missing(self._unmatched, root)
+            fits = fitting(policy, root)
+            if not fits.modules:
+                continue
+            self._session.overridden.add(root)
+            formats = apply_module_overrides(root, fits, self._session.device_type).formats
+            self._session.formats |= formats
+            for path, fmt in formats.items():
+                if fmt in _AUTOCAST_OFF:
+                    for name, inner in root.get_submodule(path).named_modules(prefix=path):
+                        if name and formats.get(name, fmt) in _AUTOCAST_OFF:
+                            inner.__dict__[IN_FP32] = True
 
-    def _wait_for(self, pattern: str, model: nn.Module) -> None:
-        """A pattern may be for another model than the first that is called: raise if no module alive matches it."""
-        if not any(matches(pattern, path) for other in others(model) for path, _ in other.named_modules()):
+    def _wait_for(self, pattern: str, model: nn.Module) -> nn.Module:
+        """Raise if no module alive matches a pattern, which may be for a later model than the first, `model`.
+
+        Returns a match that holds `model`, such as a LightningModule, whose `training_step` is no call; else `model`.
+        """
+        alive = ((other, dict(other.named_modules())) for other in others(model))
+        found = [pair for pair in alive if any(matches(pattern, path) for path in pair[1])]
+        if not found:
             self._session.fatal = error = no_such_module(pattern, self._paths)
             raise error
-        first = f"{type(model).__name__}, the first model that is called"
-        self._session.journal.note(
-            f"module pattern {pattern!r} matches nothing in {first}; it was kept for later models"
-        )
+        holder = next((other for other, inside in found if model in inside.values()), model)
+        if holder is model:
+            first = f"{type(model).__name__}, the first model that is called"
+            self._session.journal.note(
+                f"module pattern {pattern!r} matches nothing in {first}; it was kept for later models"
+            )
+        return holder
 
 
 class _Thread(threading.local):

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from mezzo.pytorch.kernels.not_traced import not_traced
+from mezzo.pytorch.run.weights import others
 from mezzo.pytorch.step import parameters
 
 if TYPE_CHECKING:
@@ -49,15 +50,20 @@ def watchers_for(session: Session) -> list[StepObserver]:
     return found
 
 
-def tracer_for(session: Session) -> OverflowTracer:
-    """Investigates skipped steps. The host knows of each at once, so this adds no wait."""
+def tracer_for(session: Session, model: nn.Module) -> OverflowTracer:
+    """Investigates skipped steps. The host knows of each at once, so this adds no wait.
+
+    Names begin at the LightningModule that holds the first model that is called, if one does.
+    """
     from mezzo.pytorch.autocast.context import context_of
     from mezzo.pytorch.monitor.overflow_tracer import OverflowTracer
 
+    holders = (one for one in others(model) if hasattr(type(one), "training_step"))
     return OverflowTracer(
         enter=lambda: context_of(session.policy_now, session.device_type),
         clock=session.journal.now,
         waits=True,
+        model=next((one for one in holders if model in one.modules()), None),
         written=session.command,
         group_of=lambda optimizer: session.ranks.group(parameters(optimizer)),
         alone=lambda: len(session.optimizers) == 1,
@@ -160,7 +166,7 @@ class Observers:
             self._thread = threading.get_ident()
             self._watchers = watchers_for(self._session)
         if self._traces and self._tracer is None and self._session.scaling:
-            self._tracer = tracer_for(self._session)
+            self._tracer = tracer_for(self._session, model)
         self._calls += 1
         self._tell("call_begins", model, args, kwargs)
         return True
