@@ -297,10 +297,9 @@ class OverflowTracer(StepObserver):
             scales = {number: float(scale) for number, scale in self._scales.items()}
             in_loss = self._in_loss or next((_in_loss(one) for one in self._losses if not finite(one)), None)
             finding, place = investigate(calls, scales, in_loss, self._outside)
-            if finding.cause == "input" and place is not None:
-                # Perhaps an earlier call's output, detached. A policy would have to help on both calls.
+            if finding.cause == "input" and place is not None:  # perhaps an earlier call's output, detached
                 earlier, made = investigate([one for one in every if one.number < place.number], {}, None, {})
-                finding, place = (finding, place) if made is None else (earlier, None)
+                finding, place = (earlier, None) if made else (finding, place)  # a policy must help on both
             # A gradient by `autograd.grad` inside the step is taken under autocast: a combination for the call is not
             # enough for it.
             begun = {number for tracer in _ALL for number in tracer._scales}

@@ -37,7 +37,7 @@ from mezzo.pytorch.hardware import leaves_autocast_off, switch_off_tf32
 from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.monitor.module_paths import unwrapped
 from mezzo.pytorch.reduction import average_in, to_average
-from mezzo.pytorch.run.weights import nudge, others, trains, widen
+from mezzo.pytorch.run.weights import holders, nudge, others, trains, widen
 
 if TYPE_CHECKING:
     from mezzo.core.policy import Policy
@@ -174,12 +174,9 @@ class Preparation:
 
     def _override(self, model: nn.Module, policy: Policy, first: bool) -> None:
         patterns = [pattern for pattern, _ in policy.modules] if first else self._unmatched
-        self._unmatched = self._missing(patterns, model)
-        holders = [self._wait_for(pattern, model) for pattern in self._unmatched if first]
-        for root in dict.fromkeys((*holders, model)):
-            self._unmatched = self._missing(self._unmatched, root)
-            fits = fitting(policy, root)
-            if not fits.modules:
+        for root in (model, *(holders(model) if first else ())):
+            self._unmatched = patterns = self._missing(patterns, root)
+            if not (fits := fitting(policy, root)).modules:
                 continue
             self._session.overridden.add(root)
             formats = apply_module_overrides(root, fits, self._session.device_type).formats
@@ -189,24 +186,18 @@ class Preparation:
                     for name, inner in root.get_submodule(path).named_modules(prefix=path):
                         if name and formats.get(name, fmt) in _AUTOCAST_OFF:
                             inner.__dict__[IN_FP32] = True
+        for pattern in self._unmatched if first else ():
+            self._wait_for(pattern, model)
 
-    def _wait_for(self, pattern: str, model: nn.Module) -> nn.Module:
-        """Raise if no module alive matches a pattern, which may be for a later model than the first, `model`.
-
-        Returns a match that holds `model`, such as a LightningModule, whose `training_step` is no call; else `model`.
-        """
-        alive = ((other, dict(other.named_modules())) for other in others(model))
-        found = [pair for pair in alive if any(matches(pattern, path) for path in pair[1])]
-        if not found:
+    def _wait_for(self, pattern: str, model: nn.Module) -> None:
+        """A pattern may be for another model than the first that is called: raise if no module alive matches it."""
+        if not any(matches(pattern, path) for other in others(model) for path, _ in other.named_modules()):
             self._session.fatal = error = no_such_module(pattern, self._paths)
             raise error
-        holder = next((other for other, inside in found if model in inside.values()), model)
-        if holder is model:
-            first = f"{type(model).__name__}, the first model that is called"
-            self._session.journal.note(
-                f"module pattern {pattern!r} matches nothing in {first}; it was kept for later models"
-            )
-        return holder
+        first = f"{type(model).__name__}, the first model that is called"
+        self._session.journal.note(
+            f"module pattern {pattern!r} matches nothing in {first}; it was kept for later models"
+        )
 
 
 class _Thread(threading.local):

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from mezzo.pytorch.kernels.not_traced import not_traced
-from mezzo.pytorch.run.weights import others
+from mezzo.pytorch.run.weights import holders
 from mezzo.pytorch.step import parameters
 
 if TYPE_CHECKING:
@@ -51,19 +51,15 @@ def watchers_for(session: Session) -> list[StepObserver]:
 
 
 def tracer_for(session: Session, model: nn.Module) -> OverflowTracer:
-    """Investigates skipped steps. The host knows of each at once, so this adds no wait.
-
-    Names begin at the LightningModule that holds the first model that is called, if one does.
-    """
+    """Investigates skipped steps. The host knows of each at once, so this adds no wait."""
     from mezzo.pytorch.autocast.context import context_of
     from mezzo.pytorch.monitor.overflow_tracer import OverflowTracer
 
-    holders = (one for one in others(model) if hasattr(type(one), "training_step"))
     return OverflowTracer(
         enter=lambda: context_of(session.policy_now, session.device_type),
         clock=session.journal.now,
         waits=True,
-        model=next((one for one in holders if model in one.modules()), None),
+        model=next(iter(holders(model)), None),
         written=session.command,
         group_of=lambda optimizer: session.ranks.group(parameters(optimizer)),
         alone=lambda: len(session.optimizers) == 1,
