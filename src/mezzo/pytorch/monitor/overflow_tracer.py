@@ -304,9 +304,8 @@ class OverflowTracer(StepObserver):
             # enough for it.
             begun = {number for tracer in _ALL for number in tracer._scales}
             combines = all(call.grads.keys() <= begun for call in every)
-            how: Any = {"combines": combines, "scaling": self._scaling()}
-            offered = remedies_for(finding, place, scales, self._model, self._written, **how)
-            finding = replace(finding, remedies=offered)
+            args: Any = finding, place, scales, self._model, self._written
+            finding = replace(finding, remedies=remedies_for(*args, combines=combines, scaling=self._scaling()))
         except Exception as error:
             finding = OverflowReport("unknown", note=f"the search for the cause failed: {in_one_line(error)}")
         if finding.cause == "unknown" and self._group is None and is_distributed():
