@@ -391,6 +391,26 @@ def adds_gradients_after_clipping() -> Any:
     return model
 
 
+@pytest.mark.parametrize(("policy", "plant"), [("bf16,op.linear=fp32", None), ("fp16", 3)])
+def test_manual_optimization_computes_and_explains_as_the_automatic_one(
+    policy: str, plant: int | None
+) -> None:
+    def steps_itself(batch: Any, batch_idx: int) -> None:
+        manual.optimizers().zero_grad()
+        manual.manual_backward(type(manual).training_step(manual, batch, batch_idx))
+        manual.optimizers().step()
+        manual.lr_schedulers().step()
+
+    model, manual = net(), net(manual=True)
+    manual.training_step = steps_itself
+    plugins = [mezzo.lightning.precision(policy) for _ in range(2)]
+    trainers = [fit(one, loader(plant), plugin) for one, plugin in zip((model, manual), plugins)]
+    same(state(model, trainers[0]), state(manual, trainers[1]))
+    remedies, same_remedies = ([one.remedies for one in plugin.findings] for plugin in plugins)
+    assert remedies == same_remedies
+    assert [len(one) > 2 for one in remedies[2:]] == [True] * (plant is not None)
+
+
 LBFGS = {"make": torch.optim.LBFGS, "lr": 0.1, "max_iter": 2}
 UNCHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW": (net, CLIPPED),

@@ -141,6 +141,53 @@ def test_a_pattern_that_matches_nothing(words: Any, pattern: str, of: str, launc
         launch(TWO, *words, policy=f"fp16,module.{pattern}=fp32")
 
 
+HELD = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 1)
+    def training_step(self, x):
+        return self.head(self.body(x)).square().mean()
+
+net, seen = Net(), {}
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for name in ("body.0", "head"):
+    net.get_submodule(name).register_forward_hook(lambda _, args, out, name=name: seen.update({name: out.dtype}))
+net.training_step(torch.randn(8, 4)).backward()
+optimizer.step()
+print(*(name for name, dtype in seen.items() if dtype is torch.float32))
+"""
+
+
+@pytest.mark.parametrize(
+    ("kept", "seen"),
+    [
+        (("body.0",), "body.0"),
+        (("body",), "body.0"),
+        (("head",), "head"),
+        (("0",), "body.0"),  # of the Sequential, which is called
+        (("head", "0"), "body.0 head"),
+    ],
+)
+def test_patterns_name_modules_of_one_that_holds_the_called_ones_too(
+    kept: Any, seen: str, launch: Any
+) -> None:
+    """As a LightningModule does, whose `training_step` is no call."""
+    ran = launch(HELD, policy=",".join(["bf16", *(f"module.{name}=fp32" for name in kept)]))
+    assert (ran.status, ran.lines) == (0, [seen])
+    assert "kept for later" not in ran.err
+
+
+def test_findings_name_modules_from_the_one_with_a_training_step(launch: Any) -> None:
+    ran = launch(HELD.replace("torch.randn(8, 4)", "torch.full((8, 4), 1e6)"), policy="fp16")
+    (found,) = ran.of("overflow")
+    assert found.finding.module == "body.0"
+    assert any("fp16,module.body.0=fp32" in remedy for remedy in found.finding.remedies)
+
+
 def test_an_operation_that_is_not_registered_ends_the_run_with_the_nearest_name(launch: Any) -> None:
     for policy, fix in (
         ("fp16,op.aten::rlu=fp32", r" Did you mean 'relu'\?"),

@@ -64,7 +64,7 @@ UPDATE = ["update_begins", "update_ended"]
 def told(monkeypatch: pytest.MonkeyPatch) -> Told:
     one = Told()
     monkeypatch.setattr(observers, "watchers_for", lambda session: [one])
-    monkeypatch.setattr(observers, "tracer_for", lambda session: None)
+    monkeypatch.setattr(observers, "tracer_for", lambda session, model: None)
     return one
 
 

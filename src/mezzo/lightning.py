@@ -173,8 +173,8 @@ class _Plugin(TrainerStep):
         for model in self._models:
             policy = self.policy if single else fitting(self.policy, model)
             device = getattr(model, "device", self._device)  # a LightningModule's, perhaps without parameters
-            device_type = next((param.device for param in model.parameters()), device).type
-            self._resolved.append(ResolvedPrecision(model, policy, device_type, None, ""))
+            self._device = next((param.device for param in model.parameters()), device)
+            self._resolved.append(ResolvedPrecision(model, policy, self._device.type, None, ""))
         if self.scaler is None:
             return
         root = self._models[0]
@@ -183,9 +183,8 @@ class _Plugin(TrainerStep):
             self._handles = [part.register_forward_pre_hook(self.networks.called) for part in called]
         # In DDP the root's call is the whole `training_step`, which can't be called again by itself.
         outermost = [root, *called] if wrapped is root else called
-        first = self._resolved[0]
         inside = "" if self._trainer is not None else " inside `with fabric.autocast():`"
-        self.observe(outermost, first.context, first.device.type, wrapped or root, inside)
+        self.observe(outermost, self._resolved[0].context, self._device.type, wrapped or root, inside)
 
     def _release(self) -> None:
         for resolved in self._resolved:
@@ -238,7 +237,8 @@ class _Plugin(TrainerStep):
         if self.scaler is not None:
             self.backward_begins(tensor)
             tensor = self.scaler.scale(tensor)
-        self._base.backward(self, tensor, model, *args, **kwargs)
+        with context_of(self.policy, self._device.type, enabled=False):  # manual optimization is inside one
+            self._base.backward(self, tensor, model, *args, **kwargs)
 
     def optimizer_step(
         self, optimizer: Any, model: Any = None, closure: Callable[[], Any] | None = None, **kwargs: Any
@@ -272,11 +272,12 @@ class _Plugin(TrainerStep):
         stepped, _ = scaler._last.get(optimizer, (0, None))
         if model is not None and model.automatic_optimization and stepped == scaler._scale_calls:
             return result  # `training_step` returned None, or weight averaging only updates BatchNorm
-        self.unscale(optimizer)
-        if model is not None:
-            self._after_closure(model, optimizer)
-        scaler.step(optimizer, **kwargs)
-        self._explain(optimizer, scaler.was_skipped(optimizer))
+        with context_of(self.policy, self._device.type, enabled=False):
+            self.unscale(optimizer)
+            if model is not None:
+                self._after_closure(model, optimizer)
+            scaler.step(optimizer, **kwargs)
+            self._explain(optimizer, scaler.was_skipped(optimizer))
         self._ended(optimizer)
         return result
 

@@ -145,7 +145,7 @@ FAULTS: list[Row] = [
     fault("one step with a learning rate of 1e7", overflow("conv1", "conv2d", "self.conv1("), m.cnn, optimizer=m.sgd,
           plant=p.learning_rate(1e7), delay=1),
     fault("a generator's output multiplied by 1e7",
-          (given("", part="critic", also="first"), overflow("middle", "mul", "* self.times(1e7)", part="generator")),
+          tuple(overflow("middle", "mul", "* self.times(1e7)", part=part) for part in ("critic", "generator")),
           m.gan, generator_middle=plants.amplifies, mended=True),
     fault("a critic's squared features", overflow("middle", "mul", "(wide := x", part="critic"), m.gan,
           critic_middle=plants.squares),

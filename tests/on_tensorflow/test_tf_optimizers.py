@@ -99,6 +99,14 @@ def test_forgetting_to_scale_or_to_unscale_and_no_gradient_at_all(family: str) -
     np.testing.assert_array_equal(variable.numpy(), [0.875])
 
 
+@pytest.mark.parametrize("method", ["get_scaled_loss", "get_unscaled_gradients"])
+def test_a_keras_3_optimizer_names_its_own_methods(method: str) -> None:
+    with pytest.raises(AttributeError, match=rf"{method}.*scale_loss\(loss\).*apply\(gradients, variables\)"):
+        getattr(FAMILIES["keras3"](DynamicLossScale()), method)
+    with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
+        FAMILIES["keras3"](DynamicLossScale()).nothing
+
+
 @pytest.mark.parametrize("family", UNSCALING)  # of Keras 3 tests/on_keras has it
 def test_sparse_gradients(family: str) -> None:
     table = tf.Variable(tf.ones([4, 2]))

@@ -45,7 +45,7 @@ def remedies(
         nans = sum(one.nans for one in report.inputs)
         infinities = sum(one.infinities for one in report.inputs)
         found = [
-            f"check the data: the {reader}'s input contains {nans} NaN and {infinities} infinite values",
+            f"check the data or its source: the {reader}'s input has {nans} NaN and {infinities} infinite values",
             "skip such a batch before the step: `if not torch.isfinite(x).all(): continue`",
         ]
     elif report.cause == "state":

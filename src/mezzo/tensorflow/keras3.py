@@ -23,6 +23,10 @@ class GraphRewriteOptimizer(LossScaleOptimizer):
         rewrite = f", rewrite={self.rewrite}" if self.rewrite else ""
         return f"GraphRewriteOptimizer({inner}, loss_scale={print_loss_scale(self._loss_scale)}{rewrite})"
 
+    def __getattr__(self, name: str) -> Any:
+        fix = ". Of Keras 3, use scale_loss(loss) and apply(gradients, variables)" * name.startswith("get_")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{fix}")
+
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """As the parent's; raises UsageError under XLA, or with a mixed policy of Keras's."""
         refuse_xla()

@@ -344,6 +344,7 @@ class ForwardTrace(TorchFunctionMode):
         origin = Operation(
             path,
             name if kind != "input" else "",
+            self._called if kind == "input" else None,
             kind=found,
             number=next(self._count),
             inputs=[ops.facts(tensor, name or "constant")],

@@ -297,13 +297,17 @@ class OverflowTracer(StepObserver):
             scales = {number: float(scale) for number, scale in self._scales.items()}
             in_loss = self._in_loss or next((_in_loss(one) for one in self._losses if not finite(one)), None)
             finding, place = investigate(calls, scales, in_loss, self._outside)
+            if finding.cause == "input" and place is not None:  # perhaps an earlier call's output, detached
+                earlier, made = investigate([one for one in every if one.number < place.number], {}, None, {})
+                finding, place = (earlier, None) if made else (finding, place)  # a policy must help on both
             # A gradient by `autograd.grad` inside the step is taken under autocast: a combination for the call is not
             # enough for it.
             begun = {number for tracer in _ALL for number in tracer._scales}
             combines = all(call.grads.keys() <= begun for call in every)
-            how: Any = {"combines": combines, "scaling": self._scaling()}
-            offered = remedies_for(finding, place, scales, self._model, self._written, **how)
-            finding = replace(finding, remedies=offered)
+            args: Any = finding, place, scales, self._model, self._written
+            finding = replace(
+                finding, remedies=remedies_for(*args, combines=combines, scaling=self._scaling())
+            )
         except Exception as error:
             finding = OverflowReport("unknown", note=f"the search for the cause failed: {in_one_line(error)}")
         if finding.cause == "unknown" and self._group is None and is_distributed():

@@ -37,7 +37,7 @@ from mezzo.pytorch.hardware import leaves_autocast_off, switch_off_tf32
 from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.monitor.module_paths import unwrapped
 from mezzo.pytorch.reduction import average_in, to_average
-from mezzo.pytorch.run.weights import nudge, others, trains, widen
+from mezzo.pytorch.run.weights import holders, nudge, others, trains, widen
 
 if TYPE_CHECKING:
     from mezzo.core.policy import Policy
@@ -174,20 +174,20 @@ class Preparation:
 
     def _override(self, model: nn.Module, policy: Policy, first: bool) -> None:
         patterns = [pattern for pattern, _ in policy.modules] if first else self._unmatched
-        self._unmatched = self._missing(patterns, model)
+        for root in (model, *(holders(model) if first else ())):
+            self._unmatched = patterns = self._missing(patterns, root)
+            if not (fits := fitting(policy, root)).modules:
+                continue
+            self._session.overridden.add(root)
+            formats = apply_module_overrides(root, fits, self._session.device_type).formats
+            self._session.formats |= formats
+            for path, fmt in formats.items():
+                if fmt in _AUTOCAST_OFF:
+                    for name, inner in root.get_submodule(path).named_modules(prefix=path):
+                        if name and formats.get(name, fmt) in _AUTOCAST_OFF:
+                            inner.__dict__[IN_FP32] = True
         for pattern in self._unmatched if first else ():
             self._wait_for(pattern, model)
-        fits = fitting(policy, model)
-        if not fits.modules:
-            return
-        self._session.overridden.add(model)
-        formats = apply_module_overrides(model, fits, self._session.device_type).formats
-        self._session.formats |= formats
-        for path, fmt in formats.items():
-            if fmt in _AUTOCAST_OFF:
-                for name, inner in model.get_submodule(path).named_modules(prefix=path):
-                    if name and formats.get(name, fmt) in _AUTOCAST_OFF:
-                        inner.__dict__[IN_FP32] = True
 
     def _wait_for(self, pattern: str, model: nn.Module) -> None:
         """A pattern may be for another model than the first that is called: raise if no module alive matches it."""

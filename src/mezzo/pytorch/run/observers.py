@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from mezzo.pytorch.kernels.not_traced import not_traced
+from mezzo.pytorch.run.weights import holders
 from mezzo.pytorch.step import parameters
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def watchers_for(session: Session) -> list[StepObserver]:
     return found
 
 
-def tracer_for(session: Session) -> OverflowTracer:
+def tracer_for(session: Session, model: nn.Module) -> OverflowTracer:
     """Investigates skipped steps. The host knows of each at once, so this adds no wait."""
     from mezzo.pytorch.autocast.context import context_of
     from mezzo.pytorch.monitor.overflow_tracer import OverflowTracer
@@ -58,6 +59,7 @@ def tracer_for(session: Session) -> OverflowTracer:
         enter=lambda: context_of(session.policy_now, session.device_type),
         clock=session.journal.now,
         waits=True,
+        model=next(iter(holders(model)), None),
         written=session.command,
         group_of=lambda optimizer: session.ranks.group(parameters(optimizer)),
         alone=lambda: len(session.optimizers) == 1,
@@ -160,7 +162,7 @@ class Observers:
             self._thread = threading.get_ident()
             self._watchers = watchers_for(self._session)
         if self._traces and self._tracer is None and self._session.scaling:
-            self._tracer = tracer_for(self._session)
+            self._tracer = tracer_for(self._session, model)
         self._calls += 1
         self._tell("call_begins", model, args, kwargs)
         return True

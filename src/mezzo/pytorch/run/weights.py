@@ -173,6 +173,11 @@ def others(model: nn.Module) -> Iterator[nn.Module]:
             yield thing
 
 
+def holders(model: nn.Module) -> list[nn.Module]:
+    """The LightningModules that hold this one, whose calls are seen: `training_step` is no call."""
+    return [one for one in others(model) if hasattr(type(one), "training_step") and model in one.modules()]
+
+
 def lowered(optimizer: Any) -> Iterator[tuple[dict[str, Any], Tensor]]:
     """An optimizer's 16-bit weights that no master goes with, each with its group."""
     if not isinstance(optimizer, (FusedOptimizer, WithMasters)):
