@@ -172,7 +172,7 @@ def others(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def holders(model: nn.Module) -> list[nn.Module]:
-    """The LightningModules that hold this module. Their `training_step` runs without a call of theirs."""
+    """The LightningModules that hold this module: their `training_step` does not call them."""
     return [one for one in others(model) if hasattr(type(one), "training_step") and model in one.modules()]
 
 
