@@ -175,7 +175,7 @@ print(*(name for name, dtype in seen.items() if dtype is torch.float32))
 def test_patterns_name_modules_of_one_that_holds_the_called_ones_too(
     kept: Any, seen: str, launch: Any
 ) -> None:
-    """As a LightningModule does, whose `training_step` is no call."""
+    """As a LightningModule does: its `training_step` runs without a call of the module."""
     ran = launch(HELD, policy=",".join(["bf16", *(f"module.{name}=fp32" for name in kept)]))
     assert (ran.status, ran.lines) == (0, [seen])
     assert "kept for later" not in ran.err

@@ -174,7 +174,7 @@ def others(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def holders(model: nn.Module) -> list[nn.Module]:
-    """The LightningModules that hold this one, whose calls are seen: `training_step` is no call."""
+    """The LightningModules that hold this module: their `training_step` does not call them."""
     return [one for one in others(model) if hasattr(type(one), "training_step") and model in one.modules()]
 
 
