@@ -6,6 +6,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -507,6 +508,21 @@ def test_a_gan_each_side_has_its_own_gradients_and_scale(how: str) -> None:
     assert (mp_g.loss_scale, mp_d.loss_scale) == (2.0**15, 2.0**16)
     assert same([p.detach() for p in judge.parameters()], before)
     assert all(p.grad is None for p in judge.parameters())
+
+
+@pytest.mark.parametrize("precision", ["bf16,op.linear=fp32", "fp16,op.linear=fp32", "bf16,module.0=fp32"])
+def test_a_step_inside_the_context_is_that_of_one_after_it(precision: str) -> None:
+    """Ops in FP32 have FP32 gradients, as without autocast."""
+    trained = []
+    for around in (nullcontext, mezzo.MixedPrecision.autocast):
+        mp = training("sgd", precision, accumulate=2, clip_norm=1.0)
+        for seed in range(4):
+            with around(mp):
+                run(mp, seed)
+        assert not torch.is_autocast_enabled("cpu")
+        trained.append(everything(mp))
+        mp.close()
+    assert same(*trained)
 
 
 def test_module_overrides_of_the_policy_hold_while_it_is_open() -> None:

@@ -427,7 +427,7 @@ class MixedPrecision:
                         "step(retain_graph=True): release_gradients=True changes the weights during backward, so the "
                         "graph cannot run again. Step the other MixedPrecision first, with retain_graph=True there."
                     )
-                with backward.set_aside(self._others()):
+                with self._resolved.outside(), backward.set_aside(self._others()):
                     outcome = self._release.backward(
                         loss,
                         window.seed(loss),
@@ -442,7 +442,8 @@ class MixedPrecision:
                     self._gradients.cover(self.optimizer)
                 elif self._backward.reduces:
                     self._gradients.hand_over()
-                self._backward(loss, window.seed(loss), self._others(), retain_graph=retain_graph)
+                with self._resolved.outside():
+                    self._backward(loss, window.seed(loss), self._others(), retain_graph=retain_graph)
                 self._gradients.take(self.optimizer, reduced=self._backward.reduces)
         except BaseException as error:
             # Out of memory halfway: what was accumulated must not reach the next step.
@@ -502,14 +503,15 @@ class MixedPrecision:
                 if observing.listening:
                     observing.update_begins(self.optimizer, window.scale_over(window.rescale))
                 self._steps = True
-                outcome = self._optimizer_step(
-                    window.scale,
-                    window.rescale,
-                    clip_norm=self.clip_norm,
-                    host_must_know=must_know,
-                    ranks=ranks,
-                    began=self._loss_is_bad,
-                )
+                with self._resolved.outside():
+                    outcome = self._optimizer_step(
+                        window.scale,
+                        window.rescale,
+                        clip_norm=self.clip_norm,
+                        host_must_know=must_know,
+                        ranks=ranks,
+                        began=self._loss_is_bad,
+                    )
             except BaseException:
                 self._drop_step()
                 raise

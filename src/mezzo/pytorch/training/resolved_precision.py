@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +17,8 @@ from mezzo.pytorch.autocast.context import Context, context_of
 from mezzo.pytorch.autocast.modules import ModuleOverrides, apply_module_overrides, with_heads
 from mezzo.pytorch.distributed import Ranks
 from mezzo.pytorch.loss_scaler import LossScaler
+
+_NOTHING = nullcontext()
 
 
 class ResolvedPrecision:
@@ -95,6 +98,12 @@ class ResolvedPrecision:
         if torch.compiler.is_dynamo_compiling():  # which can't enter a context that it did not see made
             return context_of(self.policy, self._device_type)
         return self._regions[self.precision]
+
+    def outside(self) -> AbstractContextManager[Any]:
+        """No autocast, also if the loop's context is still open: ops in backward would run in its format."""
+        if not torch.is_autocast_enabled(self._device_type):
+            return _NOTHING
+        return context_of(self.policy, self._device_type, enabled=False)
 
     def step_ended(self, *, counts: bool, ranks: Ranks) -> None:
         """Count the step in the trial, and settle once it has decided, for all ranks alike."""
