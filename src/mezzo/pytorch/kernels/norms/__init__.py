@@ -52,7 +52,7 @@ def layer_norm(
     """
     if input.dtype not in SIXTEEN_BITS:
         return torch.layer_norm(input, normalized_shape, weight, bias, eps, cudnn_enable)
-    return _norm(input, weight, bias, _form(tuple(normalized_shape), eps, True))
+    return _norm(input, weight, bias, _form(normalized_shape, eps, True))
 
 
 def rms_norm(
@@ -66,12 +66,12 @@ def rms_norm(
     """
     if input.dtype not in SIXTEEN_BITS:
         return torch.rms_norm(input, normalized_shape, weight, eps)
-    return _norm(input, weight, None, _form(tuple(normalized_shape), _EPSILON if eps is None else eps, False))
+    return _norm(input, weight, None, _form(normalized_shape, _EPSILON if eps is None else eps, False))
 
 
-@functools.lru_cache(maxsize=64)
-def _form(shape: tuple[int, ...], epsilon: float, is_centred: bool) -> Form:
-    return Form(shape, math.prod(shape), epsilon, is_centred)
+def _form(normalized_shape: Sequence[int], epsilon: float, is_centred: bool) -> Form:
+    shape = tuple(normalized_shape)
+    return Form(shape, shape[0] if len(shape) == 1 else math.prod(shape), epsilon, is_centred)
 
 
 def _norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form) -> Tensor:
