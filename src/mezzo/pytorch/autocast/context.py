@@ -400,14 +400,14 @@ def _resolve(policy: object, device_type: str, enabled: bool) -> _Resolved:
 
 def forget_entries() -> None:
     """Let `was_entered` begin anew, for the contexts that this thread is not in."""
-    for context in _contexts.values():
+    for context in list(_contexts.values()):  # other threads may add some meanwhile
         if not context._entered.get(_get_ident(), True):
             del context._entered[_get_ident()]
 
 
 def was_entered(policy: Policy) -> bool:
     """Whether this thread entered a context with these rules since `forget_entries`, outside of compiled code."""
-    entered = (context.policy for context in _contexts.values() if _get_ident() in context._entered)
+    entered = (context.policy for context in list(_contexts.values()) if _get_ident() in context._entered)
     return any(one and one.compute == policy.compute and {*one.ops} == {*policy.ops} for one in entered)
 
 

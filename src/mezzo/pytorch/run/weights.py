@@ -174,7 +174,7 @@ def others(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def holders(model: nn.Module) -> list[nn.Module]:
-    """The LightningModules that hold this module: their `training_step` does not call them."""
+    """The LightningModules that contain this module. Lightning calls their `training_step` instead of the module."""
     return [one for one in others(model) if hasattr(type(one), "training_step") and model in one.modules()]
 
 
