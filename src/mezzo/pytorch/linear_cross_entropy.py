@@ -92,7 +92,8 @@ def linear_cross_entropy(
         label_smoothing: the share of each target that is spread evenly over all classes, from 0 to 1.
 
     Returns:
-        A number, or for ``"none"`` the losses [...]. The weight's gradient is summed in FP32 and rounded once.
+        A number, or for ``"none"`` the losses [...]. The weight's gradient is summed in FP32 and rounded once
+        (a bf16 weight's again where the loss's own gradient is not a power of two).
 
     Raises:
         UsageError: shapes or dtypes that do not fit; a label smoothing outside [0, 1]; in backward, a second derivative
@@ -262,7 +263,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             scale = factor = None
             if any(needs) and options.reduction != "none":
                 scale, factor = _scale(head, divisor.reciprocal().expand(target.numel()))
-            losses, lse, made = _walk(head, scale=scale, needs=needs)
+            losses, lse, made = _walk(head, weight.dtype, scale=scale, needs=needs)
             loss = losses.view(input.shape[:-1]) if options.reduction == "none" else losses.sum() / divisor
         ctx.save_for_backward(input, weight, bias, target, class_weight, lse, divisor)
         # Not saved: backward takes them once, and then frees them.
@@ -324,7 +325,12 @@ def _scale(head: _Head, shares: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _walk(
-    head: _Head, *, lse: Tensor | None = None, scale: Tensor | None = None, needs: list[bool]
+    head: _Head,
+    stored: torch.dtype,
+    *,
+    lse: Tensor | None = None,
+    scale: Tensor | None = None,
+    needs: list[bool],
 ) -> tuple[Tensor, Tensor, _Three]:
     """FP32 losses [n], FP64 log-sum-exps [n] (found unless given), and, with a `scale`, the gradients that `needs` asks
     for.
@@ -333,19 +339,22 @@ def _walk(
 
         losses = F.cross_entropy(F.linear(input, weight, bias).float(), given.target, reduction="none", ...)
         gradients = torch.autograd.grad(losses, (input, weight, bias), scale)
+
+    `stored` is the format of the parameter `weight`. A single chunk's product is rounded to it at once if it is bf16.
     """
     x, weight, bias, given = head
     (count, width), classes = x.shape, len(weight)
+    step = rows_of_chunk(count, classes, weight.element_size())
     kernel = cross_entropy.kernel_for(x.device.type, given)
     losses = x.new_zeros(count, dtype=torch.float32)
     found_lse = x.new_zeros(count, dtype=torch.float64) if lse is None else lse
     wide = torch.float32 if x.dtype is torch.float16 else x.dtype
-    sizes = (((count, width), wide), ((classes, width), torch.float32), ((classes,), torch.float32))
+    summed = stored if step >= count and stored is x.dtype is torch.bfloat16 else torch.float32
+    sizes = (((count, width), wide), ((classes, width), summed), ((classes,), torch.float32))
     dx, dw, db = (
         x.new_zeros(size, dtype=dtype) if needed and scale is not None else None
         for needed, (size, dtype) in zip(needs, sizes)
     )
-    step = rows_of_chunk(count, classes, weight.element_size())
     buffer = x.new_empty((step, classes))
     for start in range(0, count, step):
         rows = slice(start, min(start + step, count))
@@ -360,7 +369,9 @@ def _walk(
         if scale is None:
             continue
         kernel.rows_gradient(part, found_lse[rows], scale[rows], logits)
-        if dx is not None:
+        if dx is not None and dx.dtype is logits.dtype:
+            torch.mm(logits, weight, out=dx[rows])
+        elif dx is not None:
             dx[rows] = _product(logits, weight)
         if dw is not None:
             _add_product(dw, logits.t(), x[rows])
@@ -402,7 +413,7 @@ def _again(ctx: Any, grad: Tensor) -> tuple[_Three, Tensor | None]:
     head = _head(tuple(leaves), target, class_weight, *ctx.rest)
     shares = grad.reshape(-1) if grad.dim() else grad.expand(target.numel())
     scale, factor = _scale(head, shares / divisor)
-    return _walk(head, lse=lse, scale=scale, needs=list(ctx.needs_input_grad[:3]))[2], factor
+    return _walk(head, leaves[1].dtype, lse=lse, scale=scale, needs=list(ctx.needs_input_grad[:3]))[2], factor
 
 
 def _times(gradient: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
