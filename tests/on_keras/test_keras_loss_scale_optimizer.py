@@ -345,7 +345,7 @@ def test_loss_scales_it_takes(arguments: dict[str, Any], machine: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        ({"loss_scale": "statistical"}, UsageError, "removed.*'dynamic'"),
+        ({"loss_scale": "statistical"}, UsageError, "'statistical' is not.*Use none, dynamic"),
         ({"loss_scale": None}, UsageError, "'none'"),
         ({"loss_scale": 64, "initial_scale": 2.0}, UsageError, "initial_scale"),
         ({"initial_scale": INF}, UsageError, "init is inf"),
