@@ -78,7 +78,7 @@ def speed(pairs: Sequence[tuple[Floats, Floats]], perturbed: Sequence[Floats] = 
     else:
         measured = (np.median(times) for times in perturbed if len(times) >= FEWEST_STEPS)
         own = [np.log(np.median(usable[0][0]) / median) for median in measured]
-        half = SINGLE_PAIR_FACTOR * max(map(abs, own), default=0.0) + np.hypot(*map(_error, usable[0]))
+        half = SINGLE_PAIR_FACTOR * max(map(abs, own), default=0.0) + math.hypot(*map(_error, usable[0]))
         low, high = middle - half, middle + half
     steps = sum(len(times) for _, times in usable)
     return Speed(float(np.exp(middle)), (float(np.exp(low)), float(np.exp(high))), steps)
