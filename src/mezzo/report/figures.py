@@ -1,4 +1,4 @@
-"""The charts of runs and of a comparison: loss, its difference from FP32, loss scale; and the table of metrics."""
+"""The charts of runs and of a comparison: loss, its difference from FP32, loss scale."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mezzo.core.comparison import final_count
 from mezzo.core.overflow import OverflowReport
 from mezzo.core.records import UpdateRecord
 from mezzo.report import numbers
-from mezzo.report.charts import Axis, Chart, Key, Table, axis_over
+from mezzo.report.charts import Axis, Chart, Key, axis_over
 from mezzo.report.numbers import counted, listed, scale_text, significant
 from mezzo.report.run import Comparison, Run
 from mezzo.report.series import Array, align, band, sample, smooth, window_for
@@ -305,14 +305,3 @@ def _strokes(track: Track) -> list[tuple[UpdateRecord, OverflowReport | None]]:
     for update, finding in sorted(track.skipped, key=lambda one: not (one[1] and one[1].alarms)):
         kept.setdefault(update.index * STROKES // (track.updates[-1].index + 1), (update, finding))
     return sorted(kept.values(), key=lambda one: one[0].index)
-
-
-def metric(comparison: Comparison) -> Table | None:
-    found = {name: comparison.metrics(name) for name in (comparison.baseline, *comparison.candidates)}
-    seeds = sorted({seed for values in found.values() for seed in values})
-    rows = []
-    for name, values in found.items():
-        shown = [significant(values[seed], 5) if seed in values else "–" for seed in seeds]
-        mean = significant(sum(values.values()) / len(values), 5) if values else "–"
-        rows.append(("FP32" if name == comparison.baseline else name, [mean, *shown], False))
-    return Table(("", "mean", *(f"seed {seed}" for seed in seeds)), rows) if seeds else None
