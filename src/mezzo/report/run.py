@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -181,11 +180,6 @@ class Comparison:
     @property
     def perturbed(self) -> list[Run]:
         return sorted((run for run in self.runs if run.nudged), key=lambda run: run.seed)
-
-    def peak(self, precision: str) -> float | None:
-        """Peak memory of one precision in bytes: the median over its runs; None if none recorded it."""
-        found = [float(run.memory.peak_bytes) for run in self.of(precision) if run.memory]
-        return median(found) if found else None
 
 
 def read(directory: Path) -> Comparison:
