@@ -224,6 +224,12 @@ def test_an_error_is_caught_as_what_it_is() -> None:
             assert str(error("the message")) == "the message"
 
 
+def test_load_ext_says_that_there_is_nothing_to_load(capsys: pytest.CaptureFixture[str]) -> None:
+    shell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell()
+    shell.run_line_magic("load_ext", "mezzo")
+    assert "import mezzo" in capsys.readouterr().out
+
+
 NO_FRAMEWORK = [
     "import mezzo",
     "import mezzo; mezzo.policy('bf16'); mezzo.DynamicLossScale()",

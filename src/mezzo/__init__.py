@@ -112,3 +112,10 @@ if TYPE_CHECKING:
     from mezzo.pytorch.weights.stored_parameters import lower_weights as lower_weights
 
 __getattr__, __dir__ = lazy("mezzo", _PUBLIC | _INTEGRATIONS, removed=_REMOVED, moved=_MOVED)
+
+
+def load_ipython_extension(shell: object) -> None:
+    """Answer ``%load_ext mezzo``: there is nothing to load."""
+    print(
+        "Mezzo has no magic commands: write `import mezzo` in a cell. A command starts with !: !mezzo doctor"
+    )
