@@ -194,6 +194,7 @@ def test_every_width_shows_every_number(found: dict[str, Any], width: int, termi
     assert "±-" not in joined
     plain = [line for line in text.splitlines() if "quick look" in line]
     assert all(len(line) <= width for line in plain) or not terminal
+    assert ("┃" in text) is (terminal and width >= 80)
 
 
 TRAINING = """

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from mezzo.cli.arguments import add_target, folder_of, number, share, target_of, whole
@@ -114,10 +115,11 @@ def request_of(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
 
 
 STYLES = {"equivalent": "green", "consistent": "green", "inconclusive": "yellow", "divergent": "bold red"}
+MISSING = "-"
 
 
 def show(console: Console, verdict: Mapping[str, Any], report: Path | None, verbose: bool = False) -> None:
-    """Print a plain line for each candidate, its numbers as a table, and what to do next."""
+    """Print a plain line for each candidate, the numbers (a table on a terminal where it fits), and what to do next."""
     candidates: Mapping[str, Mapping[str, Any]] = verdict["candidates"]
     metric = metric_name(verdict["request"]["metric"])
     console.print()
@@ -125,10 +127,15 @@ def show(console: Console, verdict: Mapping[str, Any], report: Path | None, verb
         named = f"{name} ({verdict['own']})" if name == OWN and verdict["own"] else name
         tell(console, f"{named}: {one['plain']}", STYLES.get(one["parity"], ""))
     console.print()
-    for name, one in candidates.items():
-        console.print(Text(name, style="bold"))
-        for label, fp32, value in _rows(one, metric):
-            if value:
+    table = _table(str(verdict["baseline"]), candidates, metric)
+    wide = console.options.update(max_width=10_000)
+    if console.is_terminal and console.measure(table, options=wide).maximum <= console.width:
+        console.print(table)
+    else:
+        for name, one in candidates.items():
+            console.print(Text(name, style="bold"))
+            rows = [row for row in _rows(one, metric) if row[2] != MISSING]
+            for label, fp32, value in rows:
                 tell(console, f"  {label:<{max(15, len(metric) + 2)}}{value}{fp32 and f'   (FP32 {fp32})'}")
     told: dict[str, list[str]] = {}
     for name, one in candidates.items():
@@ -141,11 +148,24 @@ def show(console: Console, verdict: Mapping[str, Any], report: Path | None, verb
         tell(console, line)
 
 
-def _rows(one: Mapping[str, Any], metric: str) -> list[tuple[str, str, str]]:
-    """Each quantity: its name, FP32's value, the candidate's (empty if missing); `metric` is the metric's name."""
+def _table(baseline: str, candidates: Mapping[str, Mapping[str, Any]], metric: str) -> Table:
+    """A row per quantity, a column per precision: eighty columns hold FP32 and two candidates."""
+    table = Table("")
+    for name in (baseline, *candidates):
+        table.add_column(Text(name), justify="right")
+    for rows in zip(*(_rows(one, metric) for one in candidates.values())):  # one quantity, each candidate
+        ours = [value for _, _, value in rows]
+        fp32 = next((value for _, value, _ in rows if value), "")
+        if any(value != MISSING for value in ours):
+            table.add_row(rows[0][0], fp32, *(Text(value, style=STYLES.get(value, "")) for value in ours))
+    return table
 
-    def shown(key: str, form: str) -> str:
-        return "" if one[key] is None else form.format(one[key])
+
+def _rows(one: Mapping[str, Any], metric: str) -> list[tuple[str, str, str]]:
+    """Each quantity: its name, FP32's value, the candidate's; `metric` is the metric's name."""
+
+    def shown(key: str, form: str, missing: str = MISSING) -> str:
+        return missing if one[key] is None else form.format(one[key])
 
     def size(value: int | None) -> str:
         return "" if value is None else written_bytes(value)
@@ -153,7 +173,7 @@ def _rows(one: Mapping[str, Any], metric: str) -> list[tuple[str, str, str]]:
     speed, memory = shown("speedup", "{:.2f}x"), shown("peak_memory_ratio", "{:.2f}x")
     if one["speedup"] is not None and one["speedup_interval"]:
         speed = unclear_speed(one) or speed + shown("speedup_interval", " ({0[0]:.2f} to {0[1]:.2f})")
-    if memory:
+    if memory != MISSING:
         memory += f" ({size(one['peak_memory_bytes'])})"
     rows = [("verdict", "", str(one["parity"]))]
     for name, what, margin in ((metric, "metric", "metric_margin"), ("training loss", "loss", "margin")):
@@ -166,8 +186,8 @@ def _rows(one: Mapping[str, Any], metric: str) -> list[tuple[str, str, str]]:
         ]
     return [
         *rows,
-        ("speed", "", speed),
+        ("speed", "1.00x" if one["speedup"] else "", speed),
         ("peak memory", size(one["fp32_peak_memory_bytes"]), memory),
-        ("runs", "", f"{one['seeds']} x {one['steps']} steps" * bool(one["steps"])),
-        ("skipped steps", "", f"{one['skipped_steps']}" * bool(one["steps"])),
+        ("runs", "", f"{one['seeds']} x {one['steps']} steps" if one["steps"] else MISSING),
+        ("skipped steps", "", str(one["skipped_steps"]) if one["steps"] else MISSING),
     ]
