@@ -215,7 +215,7 @@ class _Recorder(StepRecorder):
         index, scale = self.journal.updates, update.scale
         self.journal.update(number, moved=not update.skipped, loss_scale=scale, reason=update.reason, at=at)
         if update.skipped:
-            self._skipped[update.of.name] += update.skipped
+            self._skipped[update.of.name] += 1
             self._unsettled.append((number, partial(_explained, index, number, at, loss, update)))
         else:
             self.journal.seen(explained(scale) for of, explained in self._unsettled if of == number)

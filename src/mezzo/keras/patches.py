@@ -68,22 +68,26 @@ def patch(session: Session, patches: Patches) -> None:
 
 
 class _RunRecorder(StepRecorder):
-    """Records the steps of one model in the run's journal."""
+    """Records the steps of one model in the run's journal; a call with several steps is one update, timed as one."""
 
     def __init__(self, model: Any, session: Session) -> None:
         super().__init__(model, session.journal, every=1)
         self._session = session
+        self._last: list[Update] = []
         self._nudge()
 
     def write(self, at: float, loss: float | None, updates: list[Update]) -> None:
         if loss is not None:
             self.journal.loss(loss)
-        for update in updates:
-            self._session.stepped(self.model, update)
+        self._last = updates
 
     def after(self, logs: Any, state: Any) -> None:
         self._nudge()  # TensorFlow makes some models' weights in their first step
         super().after(logs, state)
+        if self.each > 1:
+            self.journal.note("several batches run in one call (steps_per_execution): they count as one step")
+        for update in self._last:
+            self._session.stepped(self.model, update)
 
     def _nudge(self) -> None:
         """Once, move each element of each FP32 variable to the next FP32 number up or down, by coins of our own."""

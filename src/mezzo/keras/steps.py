@@ -19,17 +19,28 @@ from mezzo.runner.journal import Journal
 _MODULO = 2**20  # FP32 is exact up to 2^24
 
 
-class LastLoss(keras.metrics.Mean):
-    """`keras.metrics.Mean` that also keeps the last value: one infinite loss makes the mean infinite."""
+class RecentLosses(keras.metrics.Mean):
+    """`keras.metrics.Mean` that also keeps the last `size` values: one infinite loss makes the mean infinite."""
 
-    def __init__(self, name: str = "loss", dtype: Any = None) -> None:
+    def __init__(self, size: int, name: str = "loss", dtype: Any = None) -> None:
         super().__init__(name=name, dtype=dtype)
-        self.last = self.add_variable((), "zeros", dtype="float32", name="last")
+        self.size = size
+        # Value number i since `reset_state` is at ``i % size``.
+        self.recent = self.add_variable((size,), "zeros", dtype="float32", name="recent")
+        self.seen = self.add_variable((), "zeros", dtype="int32", name="seen")
 
     def update_state(self, values: Any, sample_weight: Any = None) -> None:
         """Add a value; a tensor of several counts as their mean."""
         super().update_state(values, sample_weight=sample_weight)
-        self.last.assign(keras.ops.mean(keras.ops.cast(values, "float32")))
+        value = keras.ops.mean(keras.ops.cast(values, "float32"))
+        place = keras.ops.equal(keras.ops.arange(self.size, dtype="int32"), self.seen.value % self.size)
+        self.recent.assign(keras.ops.where(place, value, self.recent.value))
+        self.seen.assign(self.seen.value + 1)
+
+    def reset_state(self) -> None:
+        """Forget all values."""
+        super().reset_state()
+        self.seen.assign(0)
 
     def save_own_variables(self, store: Any) -> None:
         """Save a plain mean, so that a model saved in a monitored training loads in any other."""
@@ -42,24 +53,27 @@ class LastLoss(keras.metrics.Mean):
 
 
 def keep_losses(model: Any) -> bool:
-    """Replace a compiled model's loss tracker by `LastLoss`; whether a traced step must be made anew."""
-    old = model._loss_tracker
-    if type(old) is not keras.metrics.Mean or getattr(model, "_distribute_strategy", None) is not None:
+    """Replace a compiled model's loss tracker by `RecentLosses`; whether a traced step must be made anew."""
+    old, size = model._loss_tracker, model.steps_per_execution
+    if isinstance(old, RecentLosses):
+        if old.size >= size:
+            return False
+    elif type(old) is not keras.metrics.Mean or getattr(model, "_distribute_strategy", None) is not None:
         return False  # a strategy wants variables made in its scope
     if not any(one is old for one in model.metrics):  # of the model's own
         return False
     # Past Keras's tracking of attributes, as Keras itself sets it.
-    object.__setattr__(model, "_loss_tracker", LastLoss(name=old.name, dtype=old.dtype))
+    object.__setattr__(model, "_loss_tracker", RecentLosses(size, name=old.name, dtype=old.dtype))
     return True
 
 
 @dataclass(frozen=True)
 class Update:
-    """What one execution of the train function did with one optimizer of the model; `skipped` counts steps."""
+    """What one step did with one optimizer of the model."""
 
     of: StepOptimizer
     scale: float
-    skipped: int
+    skipped: bool
     bad: tuple[str, ...] = ()
 
     @property
@@ -104,26 +118,24 @@ class StepOptimizer:
         """The loss scale in a row."""
         return row[1] if len(row) > 1 else self.first_scale
 
-    def update(self, before: Sequence[float], after: Sequence[float]) -> Update | None:
-        """What it did between two rows; None if it took no step. A skipped step is not an iteration."""
+    def updates(self, before: Sequence[float], after: Sequence[float], steps: int) -> list[Update]:
+        """Its updates in so many steps between two rows; a skipped step is not an iteration."""
         # A skipped step changes nothing of Keras's optimizer once its scale is 0 or infinite.
         lost = not self.is_mezzos and (self.scale(after) == 0 or math.isinf(self.scale(after)))
         if not lost and self.iterations is not None and list(before[:3]) == list(after[:3]):
-            return None
-        skipped = 0
-        if self.is_mezzos and before:
-            skipped = int(after[2] - before[2]) % _MODULO
-        elif self.has_dynamic and before:
-            skipped = int(after[0] == before[0])
+            return []
+        kept = steps
+        if self.has_dynamic and before:
+            kept = min(steps, int(after[0] - before[0]) % _MODULO)
         variables = getattr(self.optimizer, "_trainable_variables", ())
-        bad = tuple(one.path for one, is_bad in zip(variables, after[3:]) if is_bad and skipped)
-        return Update(self, self.scale(before), skipped, bad)
+        bad = tuple(one.path for one, is_bad in zip(variables, after[3:]) if is_bad)
+        scale = self.scale(before)
+        return [Update(self, scale, False)] * kept + [Update(self, scale, True, bad)] * (steps - kept)
 
 
 class StepRecorder:
-    """Wraps a model's train function, and calls `write` for each execution, some calls late.
+    """Wraps a model's train function, and calls `write` for each step, some calls late.
 
-    With `steps_per_execution` several steps are one execution: Keras counts them as one, and reports their last loss.
     The journal gets notes about how the steps could be read.
     """
 
@@ -132,21 +144,22 @@ class StepRecorder:
         self.optimizers = _optimizers_of(model)
         self.each: int = model.steps_per_execution
         self.ended = False
-        self._tracker = model._loss_tracker if isinstance(model._loss_tracker, LastLoss) else None
+        self._tracker = model._loss_tracker if isinstance(model._loss_tracker, RecentLosses) else None
         self._places: dict[int, tuple[int, int] | None] = {}
         self._rows: list[list[float]] | None = None  # after the last step that was read
         self._waiting: list[tuple[float, list[int], Any]] = []
+        self._seen = 0
         self._inner = model.train_function
         model.train_function = self._train
 
     def write(self, at: float, loss: float | None, updates: list[Update]) -> None:
-        """Record an execution; `at` is when it ended (`time.perf_counter`)."""
+        """Record a step; `at` is when its execution ended (`time.perf_counter`)."""
         raise NotImplementedError
 
     def after(self, logs: Any, state: Any) -> None:
         """A call is over: copy the state (on JAX what the trainer holds), and read it if enough calls wait."""
         loss = logs.get("loss") if isinstance(logs, dict) else None
-        tracked = [] if self._tracker is None else [self._tracker.count, self._tracker.last]
+        tracked = [] if self._tracker is None else [self._tracker.seen, self._tracker.recent]
         groups = [self._values(held, state) for held in (tracked, *(o.variables() for o in self.optimizers))]
         sizes = [0 if loss is None else 1, *(sum(math.prod(v.shape) for v in values) for values in groups)]
         vector = _packed()(loss, [value for values in groups for value in values]) if any(sizes) else None
@@ -194,19 +207,38 @@ class StepRecorder:
         return made
 
     def _record(self, at: float, logged: list[float], tracked: list[float], rows: list[list[float]]) -> None:
-        found = zip(self.optimizers, self._rows or rows, rows)
-        updates = [update for one, before, after in found if (update := one.update(before, after))]
+        pairs = list(zip(self.optimizers, self._rows or rows, rows))
         self._rows = rows
-        # Where the model's own step does not use the tracker as Keras's does, it has counted nothing in this epoch.
-        loss = tracked[1] if tracked and tracked[0] else None
-        if loss is None:
-            loss = logged[0] if logged else None
+        losses: list[float | None] = [*self._losses(tracked)]
+        if not losses:
+            # The last call of an epoch may take fewer steps than the others: Mezzo's optimizers count them.
+            own = [(before, after) for one, before, after in pairs if one.is_mezzos]
+            taken = [int(after[0] - before[0] + after[2] - before[2]) % _MODULO for before, after in own]
+            number = min(max([0, *taken]) or self.each, self.each)
+            losses = [*[None] * (number - 1), logged[0] if logged else None]
             self.journal.note(
                 "the losses are what the model's own training step reports, perhaps means over the epoch so far"
             )
-        if self.each > 1:
-            self.journal.note("several batches run in one call (steps_per_execution): they count as one step")
-        self.write(at, loss, updates)
+        of_each = [one.updates(before, after, len(losses)) for one, before, after in pairs]
+        if len(losses) > 1 and any(update.skipped for updates in of_each for update in updates):
+            self.journal.note(
+                "several steps run in one execution (steps_per_execution): it is not known which of them were skipped; "
+                "the last ones are marked"
+            )
+        for place, loss in enumerate(losses):
+            self.write(at, loss, [updates[place] for updates in of_each if updates])
+
+    def _losses(self, tracked: list[float]) -> list[float]:
+        """The tracker's values of this call; empty where the model's own step does not use it as Keras's does."""
+        if not tracked:
+            return []
+        seen, *recent = tracked
+        now = int(seen)
+        first = self._seen if now > self._seen else 0
+        self._seen = now
+        if not 0 < now - first <= self.each:
+            return []
+        return [recent[place % len(recent)] for place in range(first, now)]
 
     def _values(self, variables: Sequence[Any], state: Any) -> list[Any]:
         """The variables' values: on JAX those in the trainer's state, if they are there."""
