@@ -99,10 +99,12 @@ def test_a_healthy_folder_shows_what_a_reader_asks(tmp_path: Path) -> None:
     found = outline(comparisons.healthy(tmp_path / "run"))
     for words in (
         "bf16 proven equal equivalent Proven equal (3 runs). Next: use bf16: mezzo run --precision bf16 train.py",
-        "fp16 no harm found consistent", "1.62×", "1.58 to 1.66", "0.61×", "251 MB against FP32's 412 MB",
+        "fp16 no harm found consistent", "1.62×", "1.58 to 1.66", "0.61×",
+        "251 MB against FP32's 412 MB, by tensor bytes",
+        "FP32 1.00× bf16 1.62× 1.58 to 1.66", "FP32 412 MB bf16 251 MB 0.61× of FP32",
         "Loss gap (−0.72 %) −0.00030 margin ±0.0021 (0.50 %)", "Metric gap (higher is better) +0.050",
         "Pairs for 80 % power, loss 3 Pairs for 80 % power, metric 14",
-        "of 900 updates", "bf16 98.400 98.300 98.400 98.500",
+        "of 900 updates", "Seed Loss gap Metric FP32's metric 0 −0.00030 98.300 98.200 1 ",
         "Difference: fp16 minus FP32 of the same seed", "averaged over 5 steps",
         "noise check: FP32 with weights moved by one ulp", "2 of 300 updates skipped, at 1, 3 (inf in the gradients)",
         "1 op did not run as planned.", "Every op ran as planned.", "not as planned", "AMD EPYC 9R14", "memory 16 GB",

@@ -231,8 +231,8 @@ def test_bad_arguments() -> None:
     for given, told in (
         ({"folder": ""}, "folder must be"),
         ({"every": 0}, "every=0"),
-        ({"watch": True}, r"watch=.* was removed.*mezzo\.MixedPrecision"),
-        ({"probe": (1, 2)}, "probe=.* was removed"),
+        ({"watch": True}, r"'watch'.* was removed.*mezzo\.MixedPrecision"),
+        ({"probe": (1, 2)}, "'probe'.* was removed"),
     ):
         with pytest.raises(UsageError, match=told):
             PrecisionMonitor(**given)

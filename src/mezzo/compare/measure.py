@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mezzo.core.comparison import SINGLE_PAIR_FACTOR
-from mezzo.core.equivalence import t_quantile
+from mezzo.core.equivalence import paired_interval
 from mezzo.core.errors import UsageError
 from mezzo.core.records import LossRecord, UpdateRecord
 from mezzo.core.verdict import Margins
@@ -27,8 +27,6 @@ WARM_UP_SHARE = 0.05
 FEWEST_STEPS = 5
 FEWEST_FOR_SPEED = WARM_UP + FEWEST_STEPS + 1  # a time is between two steps
 CONFIDENCE = 0.95
-DRAWS = 2000
-MOST_STEPS = 400  # of a long run this many steps, evenly spread, are resampled
 
 Floats = NDArray[np.float64]
 
@@ -65,47 +63,32 @@ def step_times(updates: Sequence[UpdateRecord], losses: Sequence[LossRecord] = (
 
 
 def speed(pairs: Sequence[tuple[Floats, Floats]], perturbed: Sequence[Floats] = ()) -> Speed | None:
-    """The geometric mean over pairs of ``median(FP32's times) / median(candidate's)``, with a bootstrap interval.
+    """The geometric mean over pairs of ``median(FP32's times) / median(candidate's)``, with Student's t interval.
 
-    Pairs are resampled, and within each run blocks of consecutive steps; deviations between pairs are widened by
-    Student's t, since three pairs resampled look more certain than they are. One pair does not show how the machine's
-    speed differs between runs: then FP32's own runs (`perturbed`) do. None if no pair has five timed steps.
+    One pair does not show how the machine's speed differs between runs: then FP32's own runs (`perturbed`) do, and the
+    errors of both medians add to that. None if no pair has five timed steps.
     """
     usable = [(a, b) for a, b in pairs if min(len(a), len(b)) >= FEWEST_STEPS and min(a.min(), b.min()) > 0]
     if not usable:
         return None
-    rng = np.random.default_rng(0)
-    n, level = len(usable), 0.5 + CONFIDENCE / 2
     ratios = np.array([np.log(np.median(a) / np.median(b)) for a, b in usable])
-    # [draws, pairs]
-    drawn = np.stack([np.log(_medians(a, rng) / _medians(b, rng)) for a, b in usable], axis=-1)
-    means = drawn[:, 0]
-    if n > 1:
-        few = np.sqrt(n / (n - 1)) * t_quantile(level, n - 1) / t_quantile(level, 10_000)
-        picks = rng.integers(0, n, drawn.shape)
-        between = few * (ratios[picks] - ratios.mean())
-        within = np.take_along_axis(drawn - ratios, picks, axis=-1)
-        means = ratios.mean() + (between + within).mean(axis=-1)
+    middle = ratios.mean()
+    if len(usable) > 1:
+        low, high = paired_interval(ratios, CONFIDENCE)
     else:
         measured = (np.median(times) for times in perturbed if len(times) >= FEWEST_STEPS)
         own = [np.log(np.median(usable[0][0]) / median) for median in measured]
-        drift = SINGLE_PAIR_FACTOR * max(map(abs, own), default=0.0)
-        means = np.concatenate([means - drift, means + drift])
-    low, high = np.exp(np.quantile(means, [1 - level, level]))
-    middle = float(np.exp(ratios.mean()))
-    interval = (min(float(low), middle), max(float(high), middle))
-    return Speed(middle, interval, sum(len(times) for _, times in usable))
+        half = SINGLE_PAIR_FACTOR * max(map(abs, own), default=0.0) + math.hypot(*map(_error, usable[0]))
+        low, high = middle - half, middle + half
+    steps = sum(len(times) for _, times in usable)
+    return Speed(float(np.exp(middle)), (float(np.exp(low)), float(np.exp(high))), steps)
 
 
-def _medians(times: Floats, rng: np.random.Generator) -> Floats:
-    """Medians of resampled runs: blocks of neighbouring steps, since a slow moment lasts for several."""
-    times = times[:: -(-len(times) // MOST_STEPS)]
-    n = len(times)
-    block = max(1, min(10, n // 5))
-    starts = rng.integers(0, n - block + 1, (DRAWS, -(-n // block)))
-    picks = (starts[:, :, None] + np.arange(block)).reshape(DRAWS, -1)[:, :n]
-    medians: Floats = np.median(times[picks], axis=-1)
-    return medians
+def _error(times: Floats) -> float:
+    """Half of a 95 % interval of the logarithm of a run's median, from order statistics: for any distribution."""
+    reach = 0.98 / np.sqrt(len(times))
+    low, high = np.quantile(np.log(times), [max(0.0, 0.5 - reach), min(1.0, 0.5 + reach)])
+    return float(high - low) / 2
 
 
 POINTS = 0.2

@@ -89,10 +89,17 @@ _OTHERS = {
     **dict.fromkeys(("max_grad_norm", "grad_clip", "gradient_clipping", "gradient_clip_val"), "clip_norm"),
 }
 
-# Arguments of 0.1.0 -> what to do instead.
+# Arguments of 0.1.0, and values -> what to do instead.
 _REMOVED = {
-    "multiple_of": " It was removed in 0.2: round the result down, as in found.largest // 8 * 8",
-    "on_trial": " It was removed in 0.2: print in the step function, or read the result's `trials`",
+    "find_batch_size(...): multiple_of": "round the result down, as in found.largest // 8 * 8",
+    "find_batch_size(...): on_trial": "print in the step function, or read the result's `trials`",
+    **dict.fromkeys(
+        ("PrecisionMonitor(...): watch", "PrecisionMonitor(...): probe"),
+        "Keras's mixed policies keep weights in FP32. Exponents of a PyTorch model: mezzo.MixedPrecision(watch=...)",
+    ),
+    "enable_mixed_precision_graph_rewrite(...): op_lists": "set TensorFlow's environment variables, such as "
+    "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_DENYLIST_ADD=Tanh (docs/keras.md)",
+    "statistical": "use 'dynamic' (DynamicLossScale)",
 }
 
 
@@ -119,7 +126,8 @@ def unknown_name(
     policy 'compute=f15': unknown format 'f15'. Use one of bf16, fp16, fp32. Did you mean 'fp16'?
     """
     names = sorted(allowed)
-    fix = _REMOVED.get(str(received)) or did_you_mean(str(received), names)
+    instead = _REMOVED.get(f"{where}{received}")
+    fix = f" It was removed in 0.2: {instead}" if instead else did_you_mean(str(received), names)
     return error(f"{where}unknown {kind} {received!r}. Use one of {', '.join(names)}.{fix}")
 
 

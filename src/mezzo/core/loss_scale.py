@@ -33,10 +33,6 @@ NOT_THE_SCALE = (
     "learning rate and the initialization."
 )
 
-STATISTICAL_REMOVED = (
-    "the statistical loss scale was removed in version 0.2. Use 'dynamic' (DynamicLossScale)."
-)
-
 _Kind = TypeVar("_Kind", bound="_Scale")
 
 
@@ -340,8 +336,6 @@ KINDS: dict[str, type[LossScale]] = {
 def from_state_dict(state: dict[str, Any]) -> LossScale:
     """The loss scale that `state_dict` saved, without unknown keys."""
     kind = str(state.get("kind", ""))
-    if kind == "statistical":
-        raise UsageError(STATISTICAL_REMOVED)
     if kind not in KINDS:
         raise unknown_name("loss scale kind", kind, KINDS)
     cls = KINDS[kind]

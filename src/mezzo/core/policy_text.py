@@ -16,7 +16,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mezzo.core import loss_scale
 from mezzo.core.compute import COMPUTE
 from mezzo.core.errors import UnknownNameError, UsageError, did_you_mean, unknown_name
 from mezzo.core.formats import ALIASES, FORMATS
@@ -132,8 +131,6 @@ def loss_scale_of(text: str, where: str = "") -> LossScale:
     if text == "none":
         return NoLossScale()
     try:
-        if text.startswith("statistical"):
-            raise UsageError(loss_scale.STATISTICAL_REMOVED)
         called = re.fullmatch(r"(\w+)(?:\((.*)\))?", text, re.DOTALL)
         if called is None or called[1] not in _SETTINGS:
             return StaticLossScale(_number(text))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from mezzo.core import formats
 from mezzo.core.formats import Format, named
@@ -22,6 +23,19 @@ Index 0: subnormal in FP32, not zero. 1 to 254: normal, with exponent ``index - 
 
 INFINITE, ZERO, NAN = 255, 256, 257
 _BIAS = 127
+
+
+class Limits(NamedTuple):
+    """A format's ends as exponents: numbers below ``2**zero`` become zero, from ``2**normal`` on keep every bit."""
+
+    zero: int
+    normal: int
+    overflow: int
+
+
+def limits_of(form: Format) -> Limits:
+    """The ends of a format; half of its smallest subnormal number ties to zero."""
+    return Limits(form.minexp - form.nmant - 1, form.minexp, form.maxexp)
 
 
 @dataclass(frozen=True)
@@ -77,9 +91,7 @@ class Histogram:
         total = sum(self.counts)
         if not total:
             return None
-        # Places of the first exponent that is kept (half of the smallest subnormal ties to zero), is normal, is beyond.
-        exponents = (form.minexp - form.nmant - 1, form.minexp, form.maxexp)
-        kept, normal, beyond = (max(0, exponent - shift - self.lowest) for exponent in exponents)
+        kept, normal, beyond = (max(0, exponent - shift - self.lowest) for exponent in limits_of(form))
         under, sub, over = sum(self.counts[:kept]), sum(self.counts[kept:normal]), sum(self.counts[beyond:])
         return Shares(under / total, sub / total, (total - under - sub - over) / total, over / total)
 

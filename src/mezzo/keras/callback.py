@@ -61,10 +61,9 @@ class PrecisionMonitor(keras.callbacks.Callback):
             the progress bar change.
         verbose: print where the records are when `fit` ends; and print once, at the end of an epoch, that moving
             statistics (or another variable that is not trained) have become NaN.
-        watch, probe: removed.
 
     Raises:
-        UsageError: an invalid argument, or a removed one.
+        UsageError: an invalid argument.
         LossScaleCollapseError: out of `fit`, where `mezzo.keras.LossScaleOptimizer.check` raises it.
     """
 
@@ -78,16 +77,8 @@ class PrecisionMonitor(keras.callbacks.Callback):
         *,
         every: int = EVERY,
         verbose: bool = True,
-        watch: Any = None,
-        probe: Any = None,
     ) -> None:
         super().__init__()
-        if watch or probe is not None:
-            raise UsageError(
-                f"PrecisionMonitor({'watch' if watch else 'probe'}=...) was removed in version 0.2: Keras's mixed "
-                "policies keep weights in FP32. To count exponents, use mezzo.MixedPrecision(watch=...) with a PyTorch "
-                "model."
-            )
         if not os.fspath(folder) or int(every) != every or every < 1:
             raise UsageError(
                 f"PrecisionMonitor({folder!r}, every={every!r}): folder must be a path, and every an integer of 1 or "

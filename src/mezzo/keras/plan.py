@@ -30,7 +30,7 @@ POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"
 WORDS = {keras: mezzo for mezzo, keras in POLICIES.items()}
 
 # A word that names a precision: the first one of the text, or the value of a key.
-_NAMED = re.compile(r"(^|=)\s*([\w-]+)\s*(?=,|$)")
+_NAMED = re.compile(r"(?:^|=)\s*([\w-]+)\s*(?=,|$)")
 
 # Formats that Keras has no policy for -> what to use.
 _NO_POLICY = {
@@ -191,17 +191,10 @@ def _as_policy(precision: Any) -> Policy:
             f"precision is {precision!r}. Give a string such as 'bf16', 'fp16,module.head=fp32' or 'mixed_float16', a "
             "mezzo.Policy, or the path of a .toml file. Instead of a keras.DTypePolicyMap, write its keys as patterns."
         )
-    return policy(precision if policy_text.is_toml(precision) else _in_mezzo_words(precision))
-
-
-def _in_mezzo_words(text: str) -> str:
-    def in_mezzo_words(found: re.Match[str]) -> str:
-        before, word = found.groups()
+    for word in () if policy_text.is_toml(precision) else _NAMED.findall(precision):
         if word in _REFUSED:
             raise UsageError(
-                f"policy {text!r}: Keras's {word} is not mixed precision: variables have that format too. Use "
+                f"policy {precision!r}: Keras's {word} is not mixed precision: variables have that format too. Use "
                 f"{_REFUSED[word]}, or keras.config.set_dtype_policy."
             )
-        return before + str(WORDS.get(word, word))
-
-    return _NAMED.sub(in_mezzo_words, text)
+    return policy(precision)

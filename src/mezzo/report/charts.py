@@ -1,4 +1,4 @@
-"""Charts as SVG, from arrays: axes, curves, bars, gauges. `charts.html` frames them.
+"""Charts as SVG, from arrays: axes, curves, gauges. `charts.html` frames them.
 
 Curves lie in an inner drawing of 1000 by 1000 units that is stretched to the frame; labels and marks are placed by
 percentages in the outer one, so text keeps its size at any width and on paper, without a script.
@@ -23,8 +23,6 @@ LARGEST = 1e280
 UNITS = 1000
 TABLE_ROWS = 13
 EDGE = 3.0  # a gap beyond so many margins is an arrow at the gauge's end
-MOST = 2.0  # how many times the longest bar an interval may make the axis
-CUT = "A whisker without a cap continues to the number next to it."
 
 
 @dataclass(frozen=True)
@@ -235,33 +233,6 @@ def _pieces(ok: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> list[slice]:
     """The stretches of an array that are True, as slices."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], ok.astype(np.int8), [0]))))
     return [slice(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2])]
-
-
-class Row(NamedTuple):
-    """A row of a bar chart: a bar with an interval around its end, and the printed value."""
-
-    name: str
-    series: str
-    shown: str
-    value: float | None = None
-    detail: str = ""
-    interval: tuple[float, float] | None = None
-
-
-def bars(title: str, unit: str, rows: Sequence[Row], reference: float) -> dict[str, Any]:
-    """Horizontal bars from 0; ``reference`` draws a line at that value through every row (FP32 itself)."""
-    shown = max([row.value or 0.0 for row in rows] + [reference, 1e-30])
-    whole = max([shown] + [row.interval[1] for row in rows if row.interval])
-    axis = Axis(0.0, min(whole, MOST * shown) / 0.98)  # room for the last whisker's cap
-    drawn = []
-    for row in rows:
-        parts = [] if row.value is None else [box(axis, 0.0, row.value, 3, 14, f"fill {row.series}")]
-        parts.append(down(axis.at(reference), "reference", bottom=20))
-        if row.interval:
-            parts.append(across(10, "whisker", *map(axis.at, row.interval)))
-            parts += [down(axis.at(edge), "whisker", "", 6, 14) for edge in row.interval if edge < axis.high]
-        drawn.append((row, parts))
-    return {"title": title, "unit": f"{unit} {CUT}" if whole > axis.high else unit, "rows": drawn}
 
 
 def gauge(

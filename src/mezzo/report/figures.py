@@ -1,21 +1,21 @@
-"""The charts of runs and of a comparison: loss, its difference from FP32, loss scale, speed, memory and metric."""
+"""The charts of runs and of a comparison: loss, its difference from FP32, loss scale."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from mezzo.core.comparison import WIDE, final_count
+from mezzo.core.comparison import final_count
 from mezzo.core.overflow import OverflowReport
 from mezzo.core.records import UpdateRecord
 from mezzo.report import numbers
-from mezzo.report.charts import Axis, Chart, Key, Row, Table, axis_over, bars
-from mezzo.report.numbers import counted, finite, listed, ratio, scale_text, significant
+from mezzo.report.charts import Axis, Chart, Key, axis_over
+from mezzo.report.numbers import counted, listed, scale_text, significant
 from mezzo.report.run import Comparison, Run
 from mezzo.report.series import Array, align, band, sample, smooth, window_for
 
@@ -305,42 +305,3 @@ def _strokes(track: Track) -> list[tuple[UpdateRecord, OverflowReport | None]]:
     for update, finding in sorted(track.skipped, key=lambda one: not (one[1] and one[1].alarms)):
         kept.setdefault(update.index * STROKES // (track.updates[-1].index + 1), (update, finding))
     return sorted(kept.values(), key=lambda one: one[0].index)
-
-
-def speed(comparison: Comparison, colours: Mapping[str, str]) -> dict[str, Any] | None:
-    rows = [Row("FP32", "s0", "1.00×", 1.0)]
-    for name, values in comparison.candidates.items():
-        found, interval = finite(values.get("speedup")), numbers.pair(values.get("speedup_interval"))
-        if interval and interval[1] > WIDE * interval[0]:
-            continue  # unclear: the card says so
-        detail = f"{interval[0]:.2f} to {interval[1]:.2f}" if interval else ""
-        rows.append(Row(name, colours[name], ratio(found), found, detail, interval))
-    if not any(row.value for row in rows[1:]):
-        return None
-    unit = "Times FP32; longer is faster. The whisker is the interval."
-    return bars("Speed of a training step", unit, rows, 1.0)
-
-
-def memory(comparison: Comparison, colours: Mapping[str, str]) -> dict[str, Any] | None:
-    peaks = {name: comparison.peak(name) for name in (comparison.baseline, *colours)}
-    base = peaks[comparison.baseline]
-    if base is None or not any(peaks[name] for name in colours):
-        return None
-    rows = [Row("FP32", "s0", numbers.size(base), base)]
-    for name, values in comparison.candidates.items():
-        found = finite(values.get("peak_memory_ratio"))
-        detail = f"{ratio(found)} of FP32" if found else ""
-        rows.append(Row(name, colours[name], numbers.size(peaks[name]), peaks[name], detail))
-    hows = " and ".join(sorted({run.memory.how for run in comparison.runs if run.memory}))
-    return bars("Peak memory of a training step", f"By {hows}; shorter is smaller.", rows, base)
-
-
-def metric(comparison: Comparison) -> Table | None:
-    found = {name: comparison.metrics(name) for name in (comparison.baseline, *comparison.candidates)}
-    seeds = sorted({seed for values in found.values() for seed in values})
-    rows = []
-    for name, values in found.items():
-        shown = [significant(values[seed], 5) if seed in values else "–" for seed in seeds]
-        mean = significant(sum(values.values()) / len(values), 5) if values else "–"
-        rows.append(("FP32" if name == comparison.baseline else name, [mean, *shown], False))
-    return Table(("", "mean", *(f"seed {seed}" for seed in seeds)), rows) if seeds else None

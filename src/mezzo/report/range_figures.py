@@ -185,12 +185,8 @@ def heat(what: str, ranges: Ranges, format: str) -> dict[str, Any] | None:
         share, column = track.worst_lost(format)
         numbers = [share_text(one) for one in (*map(track.mean_lost, FORMATS), share)]
         numbers += [f"{ranges.updates[column]:,}" if column >= 0 else "–", f"{sum(track.broken):,}"]
-        if what == RATIO:
-            ends = (track.medians[0], track.medians[-1])
-            numbers += [f"2^{one:.1f}" if math.isfinite(one) else "–" for one in ends]
         rows.append((track.label, numbers, any(track.broken)))
     head = ["Tensor", *(f"{name}, mean" for name in FORMATS), f"{format}, most", "at update", "inf or NaN"]
-    head += ["first median ratio", "last median ratio"] * (what == RATIO)
     return {
         "title": "Updates lost by weights" if what == RATIO else f"{what.capitalize()}: lost",
         "is_ratio": what == RATIO,

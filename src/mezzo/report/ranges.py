@@ -8,10 +8,10 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import reduce
 
 from mezzo.core.formats import named
-from mezzo.core.ranges import GRADIENTS, Histogram, Shares, label_of, shift_of
+from mezzo.core.ranges import GRADIENTS, Histogram, Shares, label_of, limits_of, shift_of
 from mezzo.core.records import RangesRecord
 
 FORMATS = ("fp16", "bf16", "e4m3fn", "e5m2")
@@ -19,16 +19,7 @@ FORMATS = ("fp16", "bf16", "e4m3fn", "e5m2")
 RATIO = "update ratio"
 
 
-class Limits(NamedTuple):
-    """A format's ends as exponents: numbers below ``2**zero`` become zero, from ``2**normal`` on keep every bit."""
-
-    zero: int
-    normal: int
-    overflow: int
-
-
-_SIXTEEN_BITS = [form for form in map(named, FORMATS) if form.bits == 16]
-LIMITS = {form.name: Limits(form.minexp - form.nmant - 1, form.minexp, form.maxexp) for form in _SIXTEEN_BITS}
+LIMITS = {form.name: limits_of(form) for form in map(named, FORMATS) if form.bits == 16}
 """Of the formats that have the run's loss scale. In the others each tensor has a scale of its own, as in fp8."""
 
 
@@ -43,7 +34,6 @@ class Track:
     columns: array[int] = field(default_factory=lambda: array("l"))  # steps, as places in `Ranges.updates`
     lost: dict[str, array[float]] = field(default_factory=lambda: {name: array("f") for name in FORMATS})
     broken: array[int] = field(default_factory=lambda: array("q"))  # elements infinite or NaN (ratios: NaN)
-    medians: array[float] = field(default_factory=lambda: array("f"))  # of update ratios: their log2
 
     def add(self, column: int, histogram: Histogram, shift: int) -> None:
         """One step's histogram, of numbers that the run multiplied by ``2**shift``."""
@@ -58,8 +48,6 @@ class Track:
                 shares = shares_in(name, histogram, shift)
                 share = shares.underflow + shares.overflow if shares else None
             self.lost[name].append(math.nan if share is None else share)
-        if self.what == RATIO:
-            self.medians.append(median(histogram))
 
     def mean_lost(self, name: str) -> float:
         """Mean of the shares lost in a format over the steps that have one; NaN if none has."""
@@ -109,22 +97,10 @@ class Ranges:
 
 def together(tracks: Sequence[Track], scaled_to: str = "") -> Histogram:
     """The sum of all tensors, each scaled to a format if one is given."""
-    total = Histogram()
-    for track in tracks:
-        total = total.plus(track.total.scaled_to(scaled_to) if scaled_to else track.total)
-    return total
+    every = (track.total.scaled_to(scaled_to) if scaled_to else track.total for track in tracks)
+    return reduce(Histogram.plus, every, Histogram())
 
 
 def shares_in(name: str, histogram: Histogram, shift: int) -> Shares | None:
     """What a format makes of a tensor: at a loss scale of ``2**shift``, or with the tensor's own scale."""
     return histogram.shares(name, shift) if name in LIMITS else histogram.scaled_to(name).shares(name)
-
-
-def median(histogram: Histogram) -> float:
-    """The log2 of the median magnitude that is finite and not zero, spread evenly over its binade; NaN if none is."""
-    half, seen = sum(histogram.counts) / 2, 0
-    for place, number in enumerate(histogram.counts, histogram.lowest):
-        if number and seen + number >= half:
-            return place + (half - seen) / number
-        seen += number
-    return math.nan

@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from mezzo.core.commands import compare_command
 from mezzo.core.errors import MezzoError, UsageError
 from mezzo.core.loss_scale import StaticLossScale
 from mezzo.core.policy import policy
-from mezzo.report.numbers import finite, scale_text
+from mezzo.report.numbers import scale_text
 from mezzo.report.ranges import Ranges
 from mezzo.report.series import Array
 
@@ -181,24 +180,6 @@ class Comparison:
     @property
     def perturbed(self) -> list[Run]:
         return sorted((run for run in self.runs if run.nudged), key=lambda run: run.seed)
-
-    def peak(self, precision: str) -> float | None:
-        """Peak memory of one precision in bytes: the median over its runs; None if none recorded it."""
-        found = [float(run.memory.peak_bytes) for run in self.of(precision) if run.memory]
-        return median(found) if found else None
-
-    def metrics(self, precision: str) -> dict[int, float]:
-        """The final metric of each run of one precision, by seed, from the verdict's pairs."""
-        key = f"{self.baseline}_metric" if precision == self.baseline else "metric"
-        found: dict[int, float] = {}
-        for name, values in self.candidates.items():
-            pairs = values.get("pairs") if precision in (name, self.baseline) else None
-            for row in pairs if isinstance(pairs, list) else []:
-                given = row if isinstance(row, dict) else {}
-                seed, value = finite(given.get("seed")), finite(given.get(key))
-                if seed is not None and value is not None:
-                    found[int(seed)] = value
-        return dict(sorted(found.items()))
 
 
 def read(directory: Path) -> Comparison:

@@ -13,10 +13,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from mezzo.core.errors import UnsupportedPrecisionError, UsageError, unknown_name
+from mezzo.core.errors import UnsupportedPrecisionError, UsageError, checks_keywords, unknown_name
 from mezzo.core.hardware import TENSOR_CORES_FROM
 from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
-from mezzo.core.policy_text import as_loss_scale, print_loss_scale
+from mezzo.core.policy_text import as_loss_scale, precision_name, print_loss_scale
 from mezzo.keras.hardware import describe
 from mezzo.tensorflow.switch import SWITCH, refuse_policy
 from mezzo.tensorflow.v1_optimizer import LossScaleOptimizer as V1Optimizer
@@ -26,7 +26,6 @@ _WHERE = "enable_mixed_precision_graph_rewrite"
 # What is chosen -> grappler's option.
 OPTIONS = {"fp16": "auto_mixed_precision", "bf16": "auto_mixed_precision_onednn_bfloat16"}
 _PRECISIONS = ("auto", *OPTIONS)
-_OTHER_NAMES = {"float16": "fp16", "mixed_float16": "fp16", "bfloat16": "bf16", "mixed_bfloat16": "bf16"}
 ASSUME_NATIVE = "MEZZO_ASSUME_NATIVE"
 SIMULATE_GPU = "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_SIMULATE_GPU"
 
@@ -43,8 +42,9 @@ class Rewrite:
         return f"{self.precision} ({self.why})"
 
 
+@checks_keywords
 def enable_mixed_precision_graph_rewrite(
-    optimizer: Any, loss_scale: Any = "dynamic", *, precision: str = "auto", op_lists: Any = None
+    optimizer: Any, loss_scale: Any = "dynamic", *, precision: str = "auto"
 ) -> Any:
     """Turn on TensorFlow's auto mixed precision, and return the optimizer wrapped in a loss scale.
 
@@ -62,21 +62,15 @@ def enable_mixed_precision_graph_rewrite(
             the rewrite computes in BF16 or not at all: both have FP32's range.
         precision: "fp16" on a GPU, "bf16" on a CPU, or "auto" for the fast format of this machine, otherwise fp32 (no
             rewrite). "float16" and "mixed_float16" mean fp16, "bfloat16" and "mixed_bfloat16" bf16.
-        op_lists: removed; use TensorFlow's environment variables.
 
     Returns:
         An optimizer of the same family. Its attribute `rewrite` has the choice and the reason.
 
     Raises:
         UsageError: no such optimizer, one with a loss scale already, an invalid loss scale, a mixed policy of Keras's
-            that is on as well, or `op_lists`.
+            that is on as well.
         UnsupportedPrecisionError: the rewrite cannot compute in that precision on this machine.
     """
-    if op_lists is not None:
-        raise UsageError(
-            f"{_WHERE}: op_lists was removed in version 0.2. Set TensorFlow's environment variables, such as "
-            "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_DENYLIST_ADD=Tanh (docs/keras.md)."
-        )
     wrapper = _wrapper_for(optimizer)
     refuse_policy(_WHERE)
     chosen, why = choose(precision)
@@ -98,8 +92,7 @@ def disable_mixed_precision_graph_rewrite() -> None:
 
 def choose(precision: str) -> tuple[str, str]:
     """The precision on this hardware, `fp16`, `bf16` or `fp32`; and why, in words."""
-    given, precision = precision, str(precision).lower()
-    precision = _OTHER_NAMES.get(precision, precision)
+    given, precision = precision, precision_name(precision)
     if precision not in _PRECISIONS:
         raise unknown_name("precision", str(given), _PRECISIONS, where=f"{_WHERE}: ")
     gpu = _gpu()

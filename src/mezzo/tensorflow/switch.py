@@ -44,7 +44,7 @@ class Switch:
                 "a tf.compat.v1.Session was made before enable_mixed_precision_graph_rewrite: if it is in use, it goes "
                 "on in FP32. Make Sessions after the call.",
                 UserWarning,
-                stacklevel=3,  # the line that calls enable_mixed_precision_graph_rewrite
+                stacklevel=4,  # the line that calls enable_mixed_precision_graph_rewrite
             )
         self._option = option
         tf.config.optimizer.set_experimental_options({option: True})
