@@ -19,6 +19,7 @@ from mezzo.cli.arguments import Parser
 from mezzo.compare.request import split_precisions
 from mezzo.core.policy import policy
 from mezzo.core.records import UpdateRecord, read
+from mezzo.demos import DEMOS
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -73,8 +74,8 @@ def test_the_next_command_of_a_demo_names_it(
     here: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     """And so it has the demo's metric; a script's path would not."""
-    demo = replace(verb.DEMOS["digits"], path=here / script(here, native=["fp16"]))
-    monkeypatch.setattr(verb, "DEMOS", {"digits": demo})
+    demo = replace(DEMOS["digits"], path=here / script(here, native=["fp16"]))
+    monkeypatch.setattr("mezzo.cli.arguments.DEMOS", {"digits": demo})
     ran = command("calibrate --demo digits --steps 2")
     assert "\n  mezzo compare --demo digits --precision " in ran.out
 

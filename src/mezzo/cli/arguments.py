@@ -7,14 +7,14 @@ import difflib
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from mezzo.core.commands import folded, run_words, say
 from mezzo.core.errors import UsageError, unknown_name
-from mezzo.demos import Demo
+from mezzo.demos import DEMOS
 
 KERAS = "trains with Keras. mezzo {} is for PyTorch; for Keras there is mezzo compare --framework keras"
 _Number = TypeVar("_Number", int, float)
@@ -154,29 +154,29 @@ class Parser(argparse.ArgumentParser):
         self.error(f"{given} Arguments of your script go after --: {command}")
 
 
-def add_target(parser: argparse.ArgumentParser, demos: Mapping[str, Demo], needed: str = "") -> None:
+def add_target(parser: argparse.ArgumentParser, needed: str = "") -> None:
     """The words SCRIPT, --demo and -m, and the usage, with the option that is `needed`."""
     target = "(SCRIPT | --demo NAME | -m MODULE) [-- SCRIPT'S ARGUMENTS]"
     parser.usage = f"{parser.prog} {needed}[options] {target}"
     script = "the training script: a path, or a directory with a __main__.py"
     parser.add_argument("script", nargs="?", help=script)
-    demo = f"a demo that comes with Mezzo, instead of a script: {', '.join(sorted(demos))}"
+    demo = f"a demo that comes with Mezzo, instead of a script: {', '.join(sorted(DEMOS))}"
     parser.add_argument("--demo", metavar="NAME", help=demo)
     module = "a module instead of a script, as in python -m"
     parser.add_argument("-m", dest="module", metavar="MODULE", help=module)
 
 
-def target_of(arguments: argparse.Namespace, demos: Mapping[str, Demo], example: str) -> str:
-    """The script's path, or the module's name; `demos` are the verb's, `example` is a right command, for the error."""
+def target_of(arguments: argparse.Namespace, example: str) -> str:
+    """The script's path, or the module's name; `example` is a right command, for the error."""
     given = [word for word in (arguments.script, arguments.demo, arguments.module) if word]
     if len(given) != 1:
         got = ", ".join(given) or "none"
         raise UsageError(f"give one of SCRIPT, --demo NAME and -m MODULE; received {got}. Example: {example}")
     if not arguments.demo:
         return str(given[0])
-    if arguments.demo not in demos:
-        raise unknown_name("demo", arguments.demo, demos)
-    return str(demos[arguments.demo].path)
+    if arguments.demo not in DEMOS:
+        raise unknown_name("demo", arguments.demo, DEMOS)
+    return str(DEMOS[arguments.demo].path)
 
 
 def folder_of(arguments: argparse.Namespace, verb: str) -> Path:

@@ -42,7 +42,6 @@ from mezzo.core.byte_counts import parse_bytes
 from mezzo.core.commands import say
 from mezzo.core.errors import ScriptError, UsageError
 from mezzo.core.policy import policy
-from mezzo.demos import DEMOS
 from mezzo.pytorch.batch_size import MEMORY_ERROR, BatchSizeResult, Trial, search, spendable_bytes
 from mezzo.pytorch.run.session import check
 
@@ -52,7 +51,7 @@ FEWEST_STEPS = WARM_UP + 4  # three times between two steps
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
-    add_target(parser, DEMOS, "--vary=OPTION ")
+    add_target(parser, "--vary=OPTION ")
     add, size = parser.add_argument, whole("", 8, least=1)
     add("--vary", metavar="OPTION", help="the script's batch size option, as the script spells it")
     precision = "presets, policy strings or .toml files, with commas or given again (default fp32,bf16)"
@@ -70,7 +69,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Search, print, and return the exit status."""
-    target = target_of(arguments, DEMOS, "mezzo batch-size train.py --vary=--batch-size")
+    target = target_of(arguments, "mezzo batch-size train.py --vary=--batch-size")
     argv_with(arguments.argv, arguments.vary, 1)  # raises before anything runs
     limit = None if arguments.limit is None else parse_bytes(arguments.limit, "--limit ")
     script = ScriptRequest(target, tuple(arguments.argv), bool(arguments.module))

@@ -43,7 +43,6 @@ from mezzo.core.calibration import FORMATS, RANKED, Recommendation, check_format
 from mezzo.core.commands import DEFAULT_MARGIN, command, say
 from mezzo.core.errors import ScriptError, UsageError
 from mezzo.core.whole_file import write_whole
-from mezzo.demos import DEMOS
 from mezzo.report import build_run
 
 POLICY, RESULT = "policy.toml", "calibration.json"
@@ -53,7 +52,7 @@ RUN = "fp32-0"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
-    add_target(parser, DEMOS)
+    add_target(parser)
     add, steps = parser.add_argument, whole("updates", 20, least=1)
     formats = ", ".join(FORMATS)
     add("--steps", type=steps, default=20, metavar="N", help="number of updates to watch (default 20)")
@@ -68,7 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Calibrate, print, and return the exit status."""
-    target = target_of(arguments, DEMOS, "mezzo calibrate --demo digits")
+    target = target_of(arguments, "mezzo calibrate --demo digits")
     settings = arguments.steps, arguments.precision, arguments.margin, arguments.demo
     request = CalibrationRequest(target, tuple(arguments.argv), bool(arguments.module), *settings)
     folder = folder_of(arguments, "calibrate")

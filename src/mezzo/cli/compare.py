@@ -56,7 +56,7 @@ from mezzo.report import build
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    add_target(parser, DEMOS)
+    add_target(parser)
     add = parser.add_argument
     framework = "the framework of the script (default: pytorch)"
     add("--framework", choices=tuple(FRAMEWORKS), help=framework)
@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def request_of(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
     """What the command line asks for, and remarks on what was left out of it; UsageError for what makes no sense."""
-    target = target_of(arguments, DEMOS, "mezzo compare --demo digits")
+    target = target_of(arguments, "mezzo compare --demo digits")
     metric, library = arguments.metric, arguments.framework or "pytorch"
     if arguments.demo:
         if library != "pytorch":
