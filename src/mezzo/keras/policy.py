@@ -181,24 +181,21 @@ def check_plan(model: Any, plan: KerasPlan) -> None:
 def warn_of_outputs(model: Any, outputs: Any, plan: KerasPlan) -> None:
     """Warn of each 16-bit output that the model's loss reads; outputs are named by Keras, by a key, or by place."""
     leaves = [leaf for leaf in keras.tree.flatten(outputs) if hasattr(leaf, "dtype")]
-    names = list(getattr(model, "output_names", None) or [])
-    if isinstance(outputs, dict) and len(outputs) == len(leaves):
-        names = sorted(map(str, outputs))  # the order in which Keras flattens a dictionary
+    # A Sequential or Functional model knows the layer that makes each output.
+    layers_of = list(getattr(getattr(model, "_functional", None) or model, "output_names", None) or [])
+    if len(layers_of) != len(leaves):
+        layers_of = ["LAYER"] * len(leaves)
+    names = [str(index) if layer == "LAYER" else layer for index, layer in enumerate(layers_of)]
     if len(leaves) == 1:
         names = [""]
-    elif len(names) != len(leaves):
-        names = [str(index) for index in range(len(leaves))]
+    elif isinstance(outputs, dict) and len(outputs) == len(leaves):
+        names = sorted(map(str, outputs))  # the order in which Keras flattens a dictionary
     loss = getattr(model, "loss", None)
     losses = [loss] * len(names)
     if isinstance(loss, dict) and set(loss) <= set(names):
         losses = [loss.get(name) for name in names]
     elif isinstance(loss, (list, tuple)) and len(loss) == len(names):
         losses = list(loss)
-    # A Sequential or Functional model knows the layer that makes each output.
-    symbols = keras.tree.flatten(getattr(getattr(model, "_functional", None) or model, "outputs", None) or [])
-    layers_of = [symbol._keras_history.operation.name for symbol in symbols]
-    if len(layers_of) != len(leaves):
-        layers_of = ["LAYER"] * len(leaves)
     for name, leaf, layer, its_loss in zip(names, leaves, layers_of, losses):
         dtype = keras.backend.standardize_dtype(leaf.dtype)
         if its_loss is None or dtype not in SIXTEEN_BITS:
