@@ -75,7 +75,7 @@ SIZES: Mapping[str, Size] = {
 def peak(gpu: str) -> float | None:
     """Dense bf16 operations a second by the GPU's datasheet; None where the doctor doesn't know which that is."""
     try:
-        found = {model.peaks.get("bf16") for model in gpus.find(gpu)}
+        found = {model.dense_peak_tflop_s.get("bf16") for model in gpus.find(gpu)}
     except UnknownNameError:
         return None
     one = found.pop() if len(found) == 1 else None

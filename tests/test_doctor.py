@@ -37,14 +37,14 @@ def test_formats_and_the_precision_by_capability() -> None:
 
 def test_every_datasheet_row_is_complete_and_plausible() -> None:
     for model in MODELS:
-        peaks = model.peaks
+        peaks = model.dense_peak_tflop_s
         assert set(peaks) - {"fp32"} == set(formats_at(model.capability)), model.name
         assert peaks["fp16"] > peaks["fp32"]
         assert peaks.get("bf16", peaks["fp16"]) == peaks["fp16"]
         assert "tf32" not in peaks or peaks["fp32"] <= peaks["tf32"] <= peaks["bf16"] / 2 * 1.02
         assert "fp8" not in peaks or peaks["fp8"] == pytest.approx(2 * peaks["fp16"], rel=0.02)
         assert 8 <= (model.memory_gb or 0) <= 300
-        assert 300 <= (model.bandwidth or 0) <= 8000
+        assert 300 <= (model.bandwidth_gb_s or 0) <= 8000
         assert model.source.startswith("NVIDIA")
         assert any(str(year) in model.source for year in range(2017, 2027))
 
@@ -75,7 +75,9 @@ CAPABILITIES = {
 
 def test_a_gpu_without_a_datasheet_here_has_its_compute_capability_and_no_figures() -> None:
     assert {name: model.capability for name in CAPABILITIES for model in find(name)} == CAPABILITIES
-    assert not any(model.memory_gb or model.peaks for name in CAPABILITIES for model in find(name))
+    assert not any(
+        model.memory_gb or model.dense_peak_tflop_s for name in CAPABILITIES for model in find(name)
+    )
 
 
 NAN = float("nan")
@@ -194,7 +196,7 @@ def test_no_line_is_wider_than_the_terminal(words: str, cpu: pytest.MonkeyPatch,
 
 
 def test_a_format_of_a_datasheet_is_named_as_the_precision() -> None:
-    for name in {form for model in MODELS for form in model.peaks}:
+    for name in {form for model in MODELS for form in model.dense_peak_tflop_s}:
         assert policy(name).compute == name
 
 

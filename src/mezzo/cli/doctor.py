@@ -15,6 +15,7 @@ import argparse
 import json
 import shlex
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -137,30 +138,24 @@ def _machine_lines(data: dict[str, Any]) -> Iterable[str]:
 
 
 def _gpu_lines(model: GpuModel) -> Iterable[str]:
-    number = "{}.{}".format(*model.capability)
-    size = f", {model.memory_gb} GB at {model.bandwidth} GB/s" if model.peaks else ""
+    number, peaks = "{}.{}".format(*model.capability), model.dense_peak_tflop_s
+    size = f", {model.memory_gb} GB at {model.bandwidth_gb_s} GB/s" if peaks else ""
     yield f"{model.name}: {architecture(model.capability)}, compute capability {number}{size}"
-    for form, peak in model.peaks.items():
+    for form, peak in peaks.items():
         yield f"  {form:<6}{peak:>8g} TFLOP/s{'' if form == 'fp32' else '   tensor cores'}"
-    form, peaks = "bf16" if "bf16" in model.peaks else "fp16", model.peaks
+    form = "bf16" if "bf16" in peaks else "fp16"
     gains = [f"{peaks[form] / peaks[one]:.2g}x over {one}" for one in ("fp32", "tf32") if one in peaks]
     if gains:
         yield f"  {form} gains at most {' and '.join(gains)}: a training gains less"
     else:
         yield "  no data sheet figures are known to Mezzo; on that machine `mezzo doctor` measures it"
-    yield f"  {'dense peaks' if model.peaks else 'compute capability'} from: {model.source}"
+    yield f"  {'dense peaks' if peaks else 'compute capability'} from: {model.source}"
 
 
 def _gpu_json(model: GpuModel) -> dict[str, Any]:
-    return {
-        "name": model.name,
-        "capability": {
-            "capability": "{}.{}".format(*model.capability),
-            "architecture": architecture(model.capability),
-            "tensor_core_formats": list(formats_at(model.capability) if model.tensor_cores else ()),
-        },
-        "memory_gb": model.memory_gb,
-        "bandwidth_gb_s": model.bandwidth,
-        "dense_peak_tflop_s": dict(model.peaks),
-        "source": model.source,
+    found = asdict(model)
+    formats = formats_at(model.capability) if found.pop("tensor_cores") else ()
+    number, its = "{}.{}".format(*model.capability), architecture(model.capability)
+    return found | {
+        "capability": {"capability": number, "architecture": its, "tensor_core_formats": list(formats)}
     }

@@ -36,13 +36,13 @@ def architecture(capability: Capability) -> str:
 
 @dataclass(frozen=True)
 class GpuModel:
-    """One GPU, by its datasheet if it is here: memory in GB, GB/s, dense peaks in TFLOP/s."""
+    """One GPU, by its datasheet if it is here; the peaks are by format."""
 
     name: str
     capability: Capability
     memory_gb: int | None = None
-    bandwidth: int | None = None
-    peaks: Mapping[str, float] = field(default_factory=dict)
+    bandwidth_gb_s: int | None = None
+    dense_peak_tflop_s: Mapping[str, float] = field(default_factory=dict)
     tensor_cores: bool = True  # those of its compute capability
     source: str = "NVIDIA, CUDA GPU Compute Capability (developer.nvidia.com/cuda-gpus, /cuda-legacy-gpus)"
 
