@@ -145,8 +145,7 @@ class Chart:
     unit: str
     x_name: str = "step"
     described: str = ""  # for a reader who cannot see it
-    height: str = "tall"  # a class of style.css
-    powers: bool = False  # whether a height is an exponent of two
+    powers: bool = False  # whether a height is an exponent of two, in a lower frame
     keys: list[Key] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     inner: list[Markup] = field(default_factory=list)

@@ -214,7 +214,6 @@ def loss_scale(runs: Sequence[Run], series: str, name: str) -> Chart | None:
         "The factor on the loss" + (", a line for each seed and optimizer." if len(tracks) > 1 else "."),
         x_name="update",
         described=" ".join(told),
-        height="low",
         powers=True,
         keys=[(series, "line", "loss scale")],
         notes=told,
