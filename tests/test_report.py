@@ -189,7 +189,7 @@ COMMANDS: list[tuple[dict[str, Any], str]] = [
      f"mezzo compare t.py --precision bf16 --metric '{METRIC}' --out run --fresh -- --x '$(rm)'"),
     ({"demo": "digits", "precisions": ["fp16"], "seeds": 5, "margin": 0.01},
      "mezzo compare --demo digits --precision fp16 --seeds 5 --margin 0.01 --out run --fresh"),
-    ({}, "mezzo compare digits.py --precision bf16 --out run --fresh"),
+    ({}, "mezzo compare SCRIPT --precision bf16 --out run --fresh"),
 ]  # fmt: skip
 
 

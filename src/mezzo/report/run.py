@@ -213,12 +213,7 @@ def read(directory: Path) -> Comparison:
 
 def command_line(comparison: Comparison) -> str:
     """The ``mezzo compare ...`` that gives this comparison again, quoted for a POSIX shell."""
-    started = next((run.started for run in comparison.runs if run.started), None)
-    request = {
-        "target": started.script if started else "SCRIPT",
-        "precisions": list(comparison.candidates),
-        "argv": started.argv if started else [],
-        **{key: value for key, value in comparison.request.items() if value},
-    }
+    given = {key: value for key, value in comparison.request.items() if value}
+    request = {"target": "SCRIPT", "precisions": list(comparison.candidates), **given}
     # Without --fresh the finished runs would be kept.
     return compare_command(request, comparison.directory.resolve().name, "--fresh")
