@@ -225,14 +225,16 @@ class LostUpdates:
         skipped = getattr(optimizer, "found_inf", None)
         yield
         # After the step: a closure computes the gradients inside it.
-        dense = [(p, old) for p, old in before if p.grad is not None and p.grad.layout is torch.strided]
+        dense = [
+            (p, old, p.grad) for p, old in before if p.grad is not None and p.grad.layout is torch.strided
+        ]
         if not dense or (skipped is not None and bool(skipped)):
             return
         known.unmeasured = (known.unmeasured or 1) - 1
         what = f"{type(optimizer).__name__} trains {name_of(dense[0][0].dtype)} weights"
         counts = self._counts.setdefault(what, [0, 0, 0])
-        for param, old in dense:
-            moves = _sample(param.grad) != 0
+        for param, old, grad in dense:
+            moves = _sample(grad) != 0
             counts[0] += int(((_sample(param) == old) & moves).sum())
             counts[1] += int(moves.sum())
         counts[2] += 1
