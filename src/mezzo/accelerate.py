@@ -69,7 +69,7 @@ def attach(
     optimizer's state and the model's running statistics keep their values, `accelerator.optimizer_step_was_skipped` is
     True (also with fused optimizers), and a prepared scheduler does not advance. `clip_grad_norm_` and
     `clip_grad_value_` unscale the gradients of those optimizers whose parameters they get, and with a loss scale leave
-    out those of no optimizer. `save_state` saves the loss scale and the masters. `accelerator.mezzo` is the `Precision`.
+    out those of no optimizer. `save_state` saves the loss scale and masters. `accelerator.mezzo` is the `Precision`.
 
     Args:
         accelerator: without mixed precision of its own, on one device or under DistributedDataParallel.
