@@ -1,29 +1,16 @@
-"""`apex.normalization`: PyTorch's own layers, which are fused too, with Apex's arguments and its `eps`."""
-
-from __future__ import annotations
+"""`apex.normalization`: PyTorch's own layers, which are fused too."""
 
 from typing import Any
 
-from torch import nn
+from torch.nn import LayerNorm, RMSNorm
 
 
-class _Fused:
-    def __init__(
-        self,
-        normalized_shape: Any,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine)  # type: ignore[call-arg]
+class FusedRMSNorm(RMSNorm):
+    """PyTorch's, with Apex's `eps`."""
+
+    def __init__(self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine)
 
 
-class FusedLayerNorm(_Fused, nn.LayerNorm):
-    """`torch.nn.LayerNorm`; `memory_efficient` is ignored."""
-
-
-class FusedRMSNorm(_Fused, nn.RMSNorm):
-    """`torch.nn.RMSNorm`; `memory_efficient` is ignored."""
-
-
-MixedFusedLayerNorm, MixedFusedRMSNorm = FusedLayerNorm, FusedRMSNorm
+FusedLayerNorm = MixedFusedLayerNorm = LayerNorm
+MixedFusedRMSNorm = FusedRMSNorm

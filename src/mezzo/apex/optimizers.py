@@ -23,15 +23,12 @@ class FusedAdam(torch.optim.Adam):
         weight_decay: float = 0.0,
         amsgrad: bool = False,
         set_grad_none: bool = True,
-        capturable: bool = False,
-        master_weights: bool = False,
+        **others: Any,
     ) -> None:
         if not bias_correction:
             raise UsageError("FusedAdam: bias_correction is False. Only True is supported.")
-        if master_weights:
-            raise UsageError("FusedAdam: master_weights is True. Use amp.initialize(..., opt_level='O2').")
-        options: Any = {"capturable": capturable, "decoupled_weight_decay": adam_w_mode}
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
+        others["decoupled_weight_decay"] = adam_w_mode
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **others)
 
 
 class FusedSGD(torch.optim.SGD):
