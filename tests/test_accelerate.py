@@ -255,6 +255,23 @@ def test_a_backward_pass_after_clipping_adds_gradients_as_in_fp32(clip: str, mak
     same(trained(scaled), trained(unscaled))
 
 
+def test_clipping_leaves_out_gradients_that_no_optimizer_steps_with() -> None:
+    """They stay scaled, and would count as 1,024 times larger."""
+
+    def trained(accelerator: Any, frozen: bool) -> Any:
+        model = network()
+        model[:3].requires_grad_(not frozen)
+        model, optimizer = accelerator.prepare(model, AdamW(model[3].parameters(), lr=0.01))
+        for x, y in zip(X[:3], Y[:3]):
+            accelerator.backward(F.cross_entropy(model(x), y))
+            accelerator.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(model.parameters())
+
+    same(trained(attached("fp32", loss_scale=1024.0), frozen=False), trained(plain(), frozen=True))
+
+
 def test_an_overflow_that_was_clipped_away_skips_the_step_of_later_backward_passes() -> None:
     accelerator = attached("fp32", loss_scale="dynamic(init=1024)")
     model = nn.Linear(8, 4)

@@ -16,7 +16,7 @@ from torch import nn
 
 import mezzo
 from faults.models import linear, net
-from mezzo.apex import amp, optimizers, parallel
+from mezzo.apex import amp, normalization, optimizers, parallel
 from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError
 from trainers import batches, network, refused, same
 
@@ -482,10 +482,20 @@ def test_fused_optimizers_are_pytorchs() -> None:
 
     assert torch.equal(stepped(optimizers.FusedAdam), stepped(torch.optim.AdamW))
     assert torch.equal(stepped(optimizers.FusedAdam, adam_w_mode=False), stepped(torch.optim.Adam))
+    in_order = optimizers.FusedAdam([nn.Parameter(w)], 0.1, True, (0.5, 0.9), 1e-4, False, 0.25).defaults
+    by_name = torch.optim.Adam([nn.Parameter(w)], 0.1, (0.5, 0.9), 1e-4, 0.25).defaults
+    assert in_order == by_name
     sgd = stepped(optimizers.FusedSGD, momentum=0.9, materialize_master_grads=False)
     assert torch.equal(sgd, stepped(torch.optim.SGD, momentum=0.9))
     with pytest.raises(UsageError, match="bias_correction is False"):
         optimizers.FusedAdam([nn.Parameter(w)], bias_correction=False)
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_fused_normalizations_are_pytorchs_with_the_eps_of_apex(name: str) -> None:
+    x = torch.full((2, 4), 1e-3)
+    for ours in (f"Fused{name}", f"MixedFused{name}"):
+        assert torch.equal(getattr(normalization, ours)(4)(x), getattr(nn, name)(4, eps=1e-5)(x))
 
 
 def test_parallel_is_pytorchs() -> None:

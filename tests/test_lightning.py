@@ -417,6 +417,7 @@ UNCHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     "fused": (partial(net, fused=True), CLIPPED),
     "SGD": (partial(net, make=torch.optim.SGD), CLIPPED),
     "LBFGS": (partial(net, **LBFGS), CLIPPED),
+    "LBFGS, what its step returns": (lambda: with_closure(**LBFGS), {}),
     "a batch without a loss": (leaves_a_batch_out, CLIPPED),
     "an optimizer step of the user's": (runs_the_closure_itself, CLIPPED),
     "two networks": (partial(gan, steps=2), {}),
@@ -433,7 +434,7 @@ def test_a_loss_scale_changes_no_bit_of_a_training_in_fp32(name: str) -> None:
     for plugin in (None, mezzo.lightning.precision("fp32,loss_scale=1024")):
         model = make()
         fit(model, loader(), plugin, **settings)
-        results.append({**model.state_dict(), "norms": getattr(model, "norms", [])})
+        results.append([model.state_dict(), getattr(model, "norms", []), getattr(model, "returned", [])])
     same(*results)
 
 

@@ -259,6 +259,9 @@ def test_what_weights_without_masters_lose_is_measured(launch: Any, own: str) ->
     exec(counting, namespace)
     assert f"{100 * counts[0] / counts[1]:.0f} % of the updates" in note
     assert "mezzo run --masters split" in ran.notes
+    closure = "optimizer.step(lambda: [optimizer.zero_grad(), loss.backward()])"  # as Lightning does
+    in_closure = launch(WEIGHTS.replace("lr=1e-3", "lr=1e-5").replace(STEP, closure), policy="fp32", own=own)
+    assert note in in_closure.of("end")[-1].notes
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,9 @@ def test_a_hand_written_update_never_meets_an_infinite_gradient(launch: Any, row
         assert (torch.tensor(a) - torch.tensor(b)).norm() <= 0.02 * torch.tensor(a).norm()
     assert "run again at a smaller scale" in ours.err
     assert json.loads(ours.lines[0])[0][-1] < json.loads(ours.lines[0])[0][0] / 2
+    assert "infinite at loss scale 1" not in ours.notes
+    beyond = HEAD + BY_HAND.format(factor=2.0**40, update=UPDATES[row].format(factor=2.0**40))
+    assert "infinite at loss scale 1" in launch(beyond, policy="fp16").notes
 
 
 @pytest.mark.parametrize("row", UPDATES)

@@ -171,6 +171,8 @@ def test_resumed_training_equals_uninterrupted_training(policy: str, use: Any, t
     assert torch.equal(masters(whole), masters(resumed))
     assert logged(whole) == logged(resumed)
     assert whole.accelerator.mezzo.loss_scale == resumed.accelerator.mezzo.loss_scale
+    bf16 = trained(tmp_path / "bf16", "bf16", resume=str(tmp_path / "checkpoint-4"))  # without a loss scale
+    assert math.dist(logged(bf16), logged(whole)) < 0.01
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-6", dtype=torch.float32)
     stored = [param.float() for param in whole.model.parameters()]
     assert all(map(torch.equal, loaded.parameters(), stored))

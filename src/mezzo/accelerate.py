@@ -68,8 +68,8 @@ def attach(
     A prepared model computes by the policy and returns FP32. If a gradient is NaN or infinite, the step is skipped: the
     optimizer's state and the model's running statistics keep their values, `accelerator.optimizer_step_was_skipped` is
     True (also with fused optimizers), and a prepared scheduler does not advance. `clip_grad_norm_` and
-    `clip_grad_value_` unscale the gradients of those optimizers whose parameters they get. `save_state` saves the loss
-    scale and the masters. `accelerator.mezzo` is the `Precision`.
+    `clip_grad_value_` unscale the gradients of those optimizers whose parameters they get, and with a loss scale leave
+    out those of no optimizer. `save_state` saves the loss scale and masters. `accelerator.mezzo` is the `Precision`.
 
     Args:
         accelerator: without mixed precision of its own, on one device or under DistributedDataParallel.
@@ -261,11 +261,15 @@ class _Attached(_library.Accelerator):  # type: ignore[misc, name-defined]
 
     def _unscaled(self, params: Any) -> list[Tensor]:
         several: list[Tensor] = [params] if isinstance(params, Tensor) else list(params)
-        mine = {id(param) for param in several}
+        if self.mezzo.scaler is None:
+            return several
+        unscaled: set[int] = set()  # others stay scaled, and no step uses them
         for optimizer in map(_own, self._optimizers):
-            if not mine.isdisjoint(map(id, parameters(optimizer))):
+            mine = {id(param) for param in parameters(optimizer)}
+            if not mine.isdisjoint(map(id, several)):
                 self.mezzo.unscale(optimizer)
-        return several
+                unscaled |= mine
+        return [param for param in several if id(param) in unscaled]
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:

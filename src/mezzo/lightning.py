@@ -264,10 +264,10 @@ class _Plugin(TrainerStep):
                 results[:] = [closure()]
                 return results[0]
 
-            scaler.step(optimizer, evaluate, **kwargs)
+            result = scaler.step(optimizer, evaluate, **kwargs)
             self.observing.step_dropped()
             self._ended(optimizer)
-            return results[0]
+            return results[0] if result is None else result
         result = None if closure is None else closure()
         stepped, _ = scaler._last.get(optimizer, (0, None))
         if model is not None and model.automatic_optimization and stepped == scaler._scale_calls:

@@ -114,6 +114,11 @@ class _InUse(_library.Trainer):  # type: ignore[misc, name-defined]
         attached(self.accelerator, self._mezzo_make(self.accelerator), late=True)
         self._mezzo_logged = 0
 
+    def _load_scaler(self, checkpoint: Any) -> None:
+        """As the Trainer's, which would load the loss scale of an fp16 checkpoint in bf16 too, and fail."""
+        if self.accelerator.scaler is not None:
+            super()._load_scaler(checkpoint)
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; counts losses that are not finite."""
         with self.accelerator.mezzo.observing.live():

@@ -17,14 +17,18 @@ class FusedAdam(torch.optim.Adam):
         params: Any,
         lr: float = 1e-3,
         bias_correction: bool = True,
-        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
         adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
         set_grad_none: bool = True,
         **others: Any,
     ) -> None:
         if not bias_correction:
             raise UsageError("FusedAdam: bias_correction is False. Only True is supported.")
-        super().__init__(params, lr, decoupled_weight_decay=adam_w_mode, **others)
+        others["decoupled_weight_decay"] = adam_w_mode
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **others)
 
 
 class FusedSGD(torch.optim.SGD):

@@ -44,6 +44,10 @@ _NOT_AGAIN = (
     "at a smaller loss scale; with several it does not, because the other ranks would not. Gradients of that tensor "
     "may be NaN or infinite: check them before use, or use --precision bf16"
 )
+_NO_SCALE_HELPS = (
+    "gradients that no step can skip (of autograd.grad, torch.func, or a tensor without an optimizer) were NaN or "
+    "infinite at loss scale 1, too: check them before use, or use --precision bf16"
+)
 Backward = Callable[..., Any]
 _Run = Callable[[float, bool | None], Any]
 leaves_of = not_traced(walks.leaves_of)
@@ -277,6 +281,7 @@ def _until_finite(session: Session, attempt: _Run, retain: bool | None, *, keeps
     while not attempt(scale, True if keeps_graph and scale > 1.0 else retain):
         if scale <= 1.0:
             session.scale = before  # no scale helps: the skipped step is the one observation
+            session.journal.note(_NO_SCALE_HELPS)
             return
         scale = session.overflowed(scale)
 

@@ -280,7 +280,7 @@ class Steps:
                 raise
         if closure is not None:
             with observers.closure():
-                return self._step_with_closure(step, optimizer, closure, args, kwargs)
+                return self._step_with_closure(known, step, optimizer, closure, args, kwargs)
         if session.observes and observers.listening:
             observers.tell("update_begins", optimizer, 1.0)  # `.grad` is unscaled
         scale = session.scale.scale
@@ -329,12 +329,12 @@ class Steps:
         self._done(optimizer, moved=moved, scale=self.loss_scale, reason="" if moved else _BY_SCRIPT)
 
     def _step_with_closure(
-        self, step: Step, optimizer: Any, closure: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, known: Known, step: Step, optimizer: Any, closure: Any, args: Any, kwargs: dict[str, Any]
     ) -> Any:
         """Run a closure that the step needs again at S/2 until its gradients are finite, or undo the step."""
         session = self._session
         if not session.scaling:
-            result = step(optimizer, *args, **kwargs)
+            result = self._taken(known, step, optimizer, args, kwargs)
             self._done(optimizer, moved=True, scale=1.0)
             return result
         again, repeats = 0, needs_closure(optimizer)  # else, as under Lightning, an overflow skips the step

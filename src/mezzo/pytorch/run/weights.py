@@ -218,19 +218,23 @@ class LostUpdates:
     def measured(self, optimizer: Any, known: Known) -> Iterator[None]:
         """Measure the step inside. Not counted: a learning rate of 0, a gradient of 0, a step that is not taken."""
         before = [
-            (param, _sample(param).clone(), _sample(param.grad) != 0)
+            (param, _sample(param).clone())
             for group, param in lowered(optimizer)
-            if group.get("lr") != 0 and param.grad is not None and type(param.detach()) is Tensor
-            and param.grad.layout is torch.strided
-        ]  # fmt: skip
+            if group.get("lr") != 0 and type(param.detach()) is Tensor
+        ]
         skipped = getattr(optimizer, "found_inf", None)
         yield
-        if not before or (skipped is not None and bool(skipped)):
+        # After the step: a closure computes the gradients inside it.
+        dense = [
+            (p, old, p.grad) for p, old in before if p.grad is not None and p.grad.layout is torch.strided
+        ]
+        if not dense or (skipped is not None and bool(skipped)):
             return
         known.unmeasured = (known.unmeasured or 1) - 1
-        what = f"{type(optimizer).__name__} trains {name_of(before[0][0].dtype)} weights"
+        what = f"{type(optimizer).__name__} trains {name_of(dense[0][0].dtype)} weights"
         counts = self._counts.setdefault(what, [0, 0, 0])
-        for param, old, moves in before:
+        for param, old, grad in dense:
+            moves = _sample(grad) != 0
             counts[0] += int(((_sample(param) == old) & moves).sum())
             counts[1] += int(moves.sum())
         counts[2] += 1
