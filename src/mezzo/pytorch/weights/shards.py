@@ -1,7 +1,8 @@
 """Parameters that are `DTensor`s: this rank's part of a value, a value made of the ranks' parts, and their places.
 
-The kernels read and write the local parts only, so a step communicates nothing. Entries of `optimizer.state` are
-`DTensor`s of the parameter's mesh and placements, which `torch.distributed.checkpoint` loads in any number of ranks.
+The kernels read and write the local parts only, so a step communicates nothing, except Muon's. Entries of
+`optimizer.state` are `DTensor`s of the parameter's mesh and placements, which `torch.distributed.checkpoint` loads in
+any number of ranks.
 """
 
 from __future__ import annotations
@@ -80,6 +81,15 @@ def joined(own: Tensor, like: Tensor, shape: torch.Size | None = None) -> Tensor
         own, cut.device_mesh, cut.placements, run_check=False, shape=shape, stride=tuple(strides)
     )
     return made
+
+
+def gathered(own: Tensor, like: Tensor) -> Tensor:
+    """The whole value of which this rank has a part, in bf16, by an all-gather; of a plain parameter, the value."""
+    if not is_spread(like):
+        return own
+    spread: Any = joined(own.to(torch.bfloat16), like)
+    whole: Tensor = spread.full_tensor()
+    return whole
 
 
 def has_whole_groups(param: Tensor) -> bool:
