@@ -277,9 +277,11 @@ class MuonStepper:
                 first.grad, last.weight = row.grad, row.weight
                 self._first([(hyper, [first])], multiplier=multiplier, found_inf=found_inf, overflow=None)
                 whole = row.weight if row.whole is None else row.whole
-                update = orthogonalized(shards.gathered(first.weight, whole), *hyper.iteration)
-                last.grad = torch.empty_like(row.weight, dtype=torch.bfloat16)
-                last.grad.copy_(shards.part(update, whole))
+                matrix: Any = shards.joined(first.weight.to(torch.bfloat16), whole)
+                if row.whole is not None:
+                    matrix = matrix.full_tensor()
+                update = shards.part(orthogonalized(matrix, *hyper.iteration), whole)
+                last.grad = torch.empty_like(row.weight, dtype=torch.bfloat16).copy_(update)
                 numbers = (-hyper.rate(*whole.shape), 0.0, 0.0, 0.0, hyper.decay, 0.0, 0.0)
                 plain = Hyper("plain", (), numbers, 0.0, False)
                 self._last([(plain, [last])], multiplier=None, found_inf=found_inf, overflow=overflow)

@@ -121,7 +121,10 @@ _ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "accumulate": (lambda one: type(one) is int and one >= 1, "an integer of at least 1"),
     "watch": (lambda one: isinstance(one, int) and one >= 0, "True, False, or an interval in updates"),
     "trace": (lambda one: one is None or isinstance(one, bool), "True, False, or None"),
-    "scheduler": (lambda one: one is None or _is_object_with(one, "step"), "an object with step()"),
+    "scheduler": (
+        lambda one: one is None or (callable(getattr(one, "step", None)) and not isinstance(one, type)),
+        "an object with step()",
+    ),
 }
 
 
@@ -144,10 +147,6 @@ def arguments(given: dict[str, Any]) -> None:
 def _is_bound(value: Any) -> bool:
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     return value is None or (is_number and math.isfinite(value) and value > 0)
-
-
-def _is_object_with(value: Any, method: str) -> bool:
-    return callable(getattr(value, method, None)) and not isinstance(value, type)
 
 
 def outside_autocast(loss: Tensor, policy: Policy, model: nn.Module, stored: str) -> None:

@@ -83,15 +83,6 @@ def joined(own: Tensor, like: Tensor, shape: torch.Size | None = None) -> Tensor
     return made
 
 
-def gathered(own: Tensor, like: Tensor) -> Tensor:
-    """The whole value of which this rank has a part, in bf16, by an all-gather; of a plain parameter, the value."""
-    if not is_spread(like):
-        return own
-    spread: Any = joined(own.to(torch.bfloat16), like)
-    whole: Tensor = spread.full_tensor()
-    return whole
-
-
 def has_whole_groups(param: Tensor) -> bool:
     """Whether ranks hold whole rows, of whole groups of elements with one scale: 8-bit states need this.
 
