@@ -24,7 +24,7 @@ SUBJECTS = {
     "heads": 1,
     "compressed": 1,
     "refused": 1,
-    "fault": 3,
+    "fault": 4,
     "accelerated": 1,
     "recorded": 1,
     "nudged": 1,

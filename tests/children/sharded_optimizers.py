@@ -32,7 +32,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import mezzo
-from mezzo.core.errors import UsageError
 from mezzo.optim import SGD, Adam, AdamW, Muon, with_masters
 from mezzo.pytorch.training.release import GradientRelease
 
@@ -72,8 +71,9 @@ def pair(dtype: torch.dtype = torch.float32, shapes: Any = SHAPES) -> Any:
 
 
 def same_bits(make: Callable[..., Any], dtype: torch.dtype, state: str, masters: str) -> None:
-    # 8-bit states exist over shards where a row is whole groups.
+    # 8-bit states exist over shards where a row is whole groups, and Muon's are of matrices.
     shapes = [shape for shape in SHAPES if state != "int8" or math.prod(shape[1:]) % 64 == 0]
+    shapes = [shape for shape in shapes if make is not Muon or len(shape) == 2]
     whole, shards = pair(dtype, shapes)
     one, other = (make(params, state=state, masters=masters) for params in (whole, shards))
     for step in range(3):
@@ -204,6 +204,13 @@ def released(make: Callable[[Any], Any], **how: Any) -> None:
             same(one, other, f"parameter {index}")
 
 
+def groups_of(params: Any) -> list[dict[str, Any]]:
+    params = list(params)
+    return [
+        {"params": [p for p in params if (p.dim() == 2) is use], "use_muon": use} for use in (True, False)
+    ]
+
+
 OPTIMIZERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "int8, split": ("bf16", lambda params: AdamW(params, lr=0.01, state="int8", masters="split")),
     "bf16, split8": ("bf16", lambda params: AdamW(params, lr=0.01, state="bf16", masters="split8")),
@@ -214,6 +221,7 @@ OPTIMIZERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "fp32",
         lambda params: SGD(params, lr=0.01, momentum=0.9, dampening=0.1, weight_decay=0.1, state="bf16"),
     ),
+    "Muon": ("bf16", lambda params: Muon(groups_of(params), masters="split", state="bf16")),
     "with_masters": ("bf16", lambda params: with_masters(torch.optim.NAdam(params, lr=0.01))),
     "with_masters, SGD": (
         "bf16",
@@ -372,13 +380,11 @@ def full_disk() -> None:
     compare(snapshot(net, optimizer), wanted)
 
 
-def refused() -> None:
-    """Muon takes no shards, and names what does; it trains a model of shards nearly as whole matrices."""
+def torch_muon() -> None:
+    """PyTorch's Muon with masters trains a model of shards nearly as whole matrices."""
     # Gradients of full rank: Newton-Schulz takes what rounding leaves of a zero singular value up to 480 times as far.
     net = nn.Sequential(nn.Linear(64, 7, bias=False), nn.Linear(7, 32, bias=False)).bfloat16()
     fully_shard(net)
-    with pytest.raises(UsageError, match=r"(?s)DTensor.*with_masters\(torch\.optim\.Muon\(params\)\)"):
-        Muon(net.parameters())
     whole = [nn.Parameter(full(p).clone()) for p in net.parameters()]
     start = [p.detach().float() for p in whole]
     one = with_masters(torch.optim.Muon(whole, 0.02))
@@ -414,6 +420,8 @@ ALIKE = [
     (AdamW, torch.bfloat16, "bf16", "split8"),
     (AdamW, torch.bfloat16, "fp32", "none"),
     (AdamW, torch.float16, "fp32", "fp32"),
+    (Muon, torch.float32, "fp32", "fp32"),
+    (Muon, torch.bfloat16, "int8", "split"),
 ]
 if WORLD == 2:
     half = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -425,12 +433,13 @@ if WORLD == 2:
         "any optimizer: NAdam": lambda: any_optimizer(torch.optim.NAdam, torch.bfloat16),
         "any optimizer: RMSprop": lambda: any_optimizer(torch.optim.RMSprop, torch.float16),
         "meshes": meshes,
-        "refused: Muon": refused,
+        "torch Muon": torch_muon,
         "trained: FP32": lambda: trained("fp32"),
         "trained: MixedPrecisionPolicy": lambda: trained("fp32", mp_policy=half),
         "trained: offload": lambda: trained("fp32", offload_policy=CPUOffloadPolicy(pin_memory=False)),
         "trained: bf16": lambda: trained("bf16", mp_policy=half),
         "released": lambda: released(lambda params: AdamW(params, lr=0.01, state="bf16")),
+        "released: Muon": lambda: released(lambda params: Muon(groups_of(params))),
         "released: clipped": lambda: released(lambda params: SGD(params, lr=0.1), clip_norm=0.01),
         "from whole": from_whole,
         "from whole: checkpoint": from_whole_checkpoint,

@@ -138,6 +138,21 @@ def trainings_differ(argument: str, *values: Any) -> None:
     differ("MixedPrecision", lambda: train(net, mp, range(4)), argument)
 
 
+def states_differ(*, window: bool) -> None:
+    """A state that rank 0 alone has loaded, of another loss scale, or in the middle of a window."""
+    net = DistributedDataParallel(nn.Linear(6, 3))
+    mp = mezzo.MixedPrecision(net, sgd(net.parameters()), "bf16" if window else "fp16", accumulate=2)
+    state = mp.state_dict(fixed_keys=True)
+    if RANK == 0:
+        state["window"]["seen" if window else "scale"] = 1
+        if not window:
+            state["loss_scale"]["scale"] = 1024.0
+        mp.load_state_dict(state)
+    mine = f"with {1 - RANK} accumulated" if window else f"scale is {(1024, 65536)[RANK]}"
+    with pytest.raises(UsageError, match=rf"rank {RANK} .*{mine}.*on every rank"):
+        train(net, mp, range(1))
+
+
 def scalers_differ() -> None:
     net = fully_shard(nn.Linear(6, 3))
     scaler = mezzo.GradScaler(init_scale=1024.0 * (RANK + 1))
@@ -187,4 +202,6 @@ CASES: dict[str, Callable[[], None]] = {
         )
     },
     "differ: scalers": scalers_differ,
+    "differ: states": lambda: states_differ(window=False),
+    "differ: windows": lambda: states_differ(window=True),
 }

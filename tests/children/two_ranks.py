@@ -346,6 +346,22 @@ def fault(where: str, module: str, op: str) -> None:
     alike(told["weights"])
 
 
+def counted() -> None:
+    """Rank 1 finds the NaN of a loss whose gradients are finite: ranks still stop looking at the same step."""
+    net = DistributedDataParallel(model())
+    mp = mezzo.MixedPrecision(net, torch.optim.SGD(net.parameters(), lr=0.1), "fp16", loss_scale=256)
+    for number in range(3):
+        with mp.autocast():
+            loss = net(data(RANK)).float().square().mean()
+            if RANK == 1 and number:
+                # The first one makes gradients NaN, so that the loss of the next step is traced.
+                loss = loss * math.nan if number == 1 else loss + torch.tensor(-1.0).log()
+        result = mp.step(loss)
+        assert result.skipped is (number == 1)
+    assert (result.finding is not None) is (RANK == 1)
+    alike(list(mp._observing.tracer._left.values()))
+
+
 def accelerated() -> None:
     """Accelerate's data parallelism under fp16, with an overflow in the batch of rank 1."""
     os.environ |= {"RANK": str(RANK), "LOCAL_RANK": str(RANK), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
@@ -424,6 +440,7 @@ CASES: dict[str, Callable[[], None]] = {
     "fault: forward": lambda: fault("forward", "1", "mul"),
     "fault: backward": lambda: fault("backward", "1", "sqrt"),
     "fault: loss": lambda: fault("loss", OUTSIDE, ""),
+    "fault: counted": counted,
     "accelerated": accelerated,
     "recorded": recorded,
     "nudged": nudged,

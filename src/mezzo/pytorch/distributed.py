@@ -100,10 +100,11 @@ class Ranks:
         by = by.to(at)
         return Agreement(None if found is None else (by[0] > 0).to(found.dtype), numbers[4:].to(at), by)
 
-    def largest(self, *numbers: float) -> list[float]:
+    def largest(self, *numbers: float, of_holders: bool = False) -> list[float]:
         """The largest of all ranks' numbers, each; waits for the device."""
         own = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        for group in () if self._everyone is None else self._everyone.groups:
+        part = self._holders if of_holders else self._everyone
+        for group in () if part is None else part.groups:
             dist.all_reduce(own, op=dist.ReduceOp.MAX, group=group)
         return own.tolist()
 

@@ -202,7 +202,8 @@ class OverflowTracer(StepObserver):
                 self._records.append(OverflowRecord(index, number, self._clock(), float(loss_scale), finding))
             elif left > 0 and self._in_loss is not None and self._in_loss.line:
                 # Traced because of an earlier step; the gradients of this one are finite.
-                self._count(self._in_loss)
+                if self._group is None:  # other ranks don't know of it, and count what all have found
+                    self._count(self._in_loss)
                 self._to_watch = 0
                 offered = remedies_for(self._in_loss, None, {}, self._model, self._written)
                 self.finding = replace(self._in_loss, how="live", remedies=offered)

@@ -2,7 +2,8 @@
 
 Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024. In a step the kernels average the
 gradients, PyTorch orthogonalizes the average, and the kernels update the weights. Parameters come one after another, so
-that one FP32 matrix exists at a time besides the iteration's own. Rows of other rules are stepped together.
+that one FP32 matrix exists at a time besides the iteration's own. Rows of other rules are stepped together. Of shards,
+each rank gathers the average in bf16, as the iteration reads it, and orthogonalizes the whole matrix.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from torch.optim.optimizer import ParamsT
 
 from mezzo.core.errors import ArgumentTypeError, UsageError, checks_keywords, did_you_mean, unknown_name
 from mezzo.pytorch.autocast.modules import heads_of
-from mezzo.pytorch.distributed import is_spread
 from mezzo.pytorch.kernels.optimizer_step import Groups, Hyper, Row, Stepper, stepper
 from mezzo.pytorch.optim import checks
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.optimizers import BUFFER, adam_hyper
+from mezzo.pytorch.weights import shards
 
 ADJUSTMENTS = ("original", "match_rms_adamw")
 """How the learning rate follows a matrix's shape; see `MuonHyper.rate`."""
@@ -56,7 +57,7 @@ class Muon(FusedOptimizer):
         state, masters: see `FusedOptimizer`; `state` is the format of the momentum, also of 16-bit weights.
 
     Raises:
-        UsageError: a number out of range, a parameter that is not 2-D, is a `DTensor`, or does not fit the masters.
+        UsageError: a number out of range, a parameter that is not 2-D, or does not fit the masters.
         UnknownNameError: an unknown `state`, `masters` or `adjust_lr_fn`.
     """
 
@@ -103,16 +104,11 @@ class Muon(FusedOptimizer):
         if function not in (None, *ADJUSTMENTS):
             raise unknown_name("adjust_lr_fn", str(function), ADJUSTMENTS, where=f"{owner}: ")
         for index, param in enumerate(group["params"]):
-            what = f"{owner}: parameter {index} of the group, of shape {list(param.shape)},"
             if param.ndim != 2:
                 raise UsageError(
-                    f"{what} is not a matrix. Give it to AdamW, in a group with use_muon=False; "
-                    "mezzo.optim.Muon(mezzo.optim.muon_groups(model)) does that for all parameters of a model."
-                )
-            if is_spread(param):
-                raise UsageError(
-                    f"{what} is a DTensor, and the iteration needs whole matrices. Use "
-                    "mezzo.optim.with_masters(torch.optim.Muon(params)) or mezzo.optim.AdamW(params)."
+                    f"{owner}: parameter {index} of the group, of shape {list(param.shape)}, is not a matrix. Give it "
+                    "to AdamW, in a group with use_muon=False; mezzo.optim.Muon(mezzo.optim.muon_groups(model)) does "
+                    "that for all parameters of a model."
                 )
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
@@ -280,9 +276,13 @@ class MuonStepper:
                 first.weight = torch.empty_like(row.weight, dtype=torch.float32)
                 first.grad, last.weight = row.grad, row.weight
                 self._first([(hyper, [first])], multiplier=multiplier, found_inf=found_inf, overflow=None)
-                update = orthogonalized(first.weight, *hyper.iteration)
+                whole = row.weight if row.whole is None else row.whole
+                matrix: Any = shards.joined(first.weight.to(torch.bfloat16), whole)
+                if row.whole is not None:
+                    matrix = matrix.full_tensor()
+                update = shards.part(orthogonalized(matrix, *hyper.iteration), whole)
                 last.grad = torch.empty_like(row.weight, dtype=torch.bfloat16).copy_(update)
-                numbers = (-hyper.rate(*row.weight.shape), 0.0, 0.0, 0.0, hyper.decay, 0.0, 0.0)
+                numbers = (-hyper.rate(*whole.shape), 0.0, 0.0, 0.0, hyper.decay, 0.0, 0.0)
                 plain = Hyper("plain", (), numbers, 0.0, False)
                 self._last([(plain, [last])], multiplier=None, found_inf=found_inf, overflow=overflow)
                 first.weight, first.grad, last.grad = row.weight, None, None

@@ -288,6 +288,7 @@ class ParameterState:
             step=entries["step"],
             ordinal=ordinal,
             offset=shards.offset(param),
+            whole=param if is_spread(param) else None,
         )
         self.how, self.entries, self.modes = how, entries, modes
         self.tensors: tuple[Any, ...] = tuple(entries.values())

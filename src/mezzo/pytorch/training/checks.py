@@ -6,11 +6,12 @@ import gc
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from numbers import Real
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.optim import Optimizer
@@ -20,7 +21,7 @@ from mezzo.core.compute import activations_of
 from mezzo.core.errors import CallOrderError, UsageError
 from mezzo.core.policy import Policy
 from mezzo.pytorch.autocast.context import was_entered
-from mezzo.pytorch.distributed import joins, shards, wrappers
+from mezzo.pytorch.distributed import Ranks, joins, shards, wrappers
 from mezzo.pytorch.dtypes import SIXTEEN_BITS, name_of
 from mezzo.pytorch.optim.checks import refuse_replaced
 from mezzo.pytorch.optim.fused import FusedOptimizer
@@ -39,10 +40,10 @@ def refused(problem: str, where: str = "MixedPrecision") -> UsageError:
     return UsageError(f"{where}: {problem}")
 
 
-def same_arguments(mp: Any, loss_scale: object, ranks: Sequence[int]) -> None:
-    """Before a MixedPrecision's first backward: raise a UsageError on all its ranks if their arguments differ.
+def same_arguments(mp: Any, loss_scale: object, ranks: Ranks) -> None:
+    """Before a MixedPrecision's first backward: raise a UsageError on all its ranks if arguments or states differ.
 
-    `loss_scale`: as given, not at present: the store may have messages of ranks that were restarted since.
+    `loss_scale`: as given. The store may have messages of ranks that were restarted since, so states are reduced.
     """
     from mezzo.pytorch.same_options import compare_arguments
 
@@ -53,7 +54,14 @@ def same_arguments(mp: Any, loss_scale: object, ranks: Sequence[int]) -> None:
     for name in ("masters", "state"):
         kinds = dict.fromkeys(group.get(name) for group in mp.optimizer.param_groups)
         parts[f"optimizer's {name}"] = "/".join(filter(None, kinds)) or None
-    compare_arguments("MixedPrecision", "step(loss)", parts, ranks)
+    compare_arguments("MixedPrecision", "step(loss)", parts, ranks.holders)
+    state = mp.loss_scale, float(mp._window.seen)
+    largest = ranks.largest(*state, *(-number for number in state), of_holders=True)
+    if any(most != -least for most, least in zip(largest[:2], largest[2:])):
+        raise refused(
+            f"the ranks have different states: on rank {dist.get_rank()} the loss scale is {state[0]:g}, with "
+            f"{state[1]:g} accumulated losses. Call mp.load_state_dict with the same state on every rank."
+        )
 
 
 def model_and_optimizer(model: nn.Module, optimizer: Optimizer, others: Iterable[Any]) -> list[Any]:
@@ -113,7 +121,10 @@ _ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "accumulate": (lambda one: type(one) is int and one >= 1, "an integer of at least 1"),
     "watch": (lambda one: isinstance(one, int) and one >= 0, "True, False, or an interval in updates"),
     "trace": (lambda one: one is None or isinstance(one, bool), "True, False, or None"),
-    "scheduler": (lambda one: one is None or _is_object_with(one, "step"), "an object with step()"),
+    "scheduler": (
+        lambda one: one is None or (callable(getattr(one, "step", None)) and not isinstance(one, type)),
+        "an object with step()",
+    ),
 }
 
 
@@ -136,10 +147,6 @@ def arguments(given: dict[str, Any]) -> None:
 def _is_bound(value: Any) -> bool:
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     return value is None or (is_number and math.isfinite(value) and value > 0)
-
-
-def _is_object_with(value: Any, method: str) -> bool:
-    return callable(getattr(value, method, None)) and not isinstance(value, type)
 
 
 def outside_autocast(loss: Tensor, policy: Policy, model: nn.Module, stored: str) -> None:

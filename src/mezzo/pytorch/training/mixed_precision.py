@@ -398,7 +398,7 @@ class MixedPrecision:
             if window.seen == 0:
                 checks.first_loss(loss, self.accumulate, self.optimizer)
             if distributed.is_distributed():
-                checks.same_arguments(self, self._given_scale, self._ranks().holders)
+                checks.same_arguments(self, self._given_scale, self._ranks())
         if (setting := self._resolved.to_change) and distributed.is_distributed():
             checks.not_joined(self.model, setting)
         if self._looks:

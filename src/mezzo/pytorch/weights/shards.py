@@ -1,7 +1,8 @@
 """Parameters that are `DTensor`s: this rank's part of a value, a value made of the ranks' parts, and their places.
 
-The kernels read and write the local parts only, so a step communicates nothing. Entries of `optimizer.state` are
-`DTensor`s of the parameter's mesh and placements, which `torch.distributed.checkpoint` loads in any number of ranks.
+The kernels read and write the local parts only, so a step communicates nothing, except Muon's. Entries of
+`optimizer.state` are `DTensor`s of the parameter's mesh and placements, which `torch.distributed.checkpoint` loads in
+any number of ranks.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ class Row:
     step: Tensor  # 0-dim FP32 on the weight's device: how often it was updated; a skipped step doesn't count
     ordinal: int  # the parameter's index in the optimizer, a key of the noise
     offset: int = 0  # of a shard: the index in the whole parameter at which the noise starts
+    whole: Tensor | None = None  # of a shard: the parameter, a `DTensor`
 
 
 def form(masters: str, dtype: torch.dtype) -> str:
