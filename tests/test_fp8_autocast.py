@@ -183,12 +183,17 @@ def test_a_policy_used_before_does_not_decide_how_a_tied_head_is_multiplied() ->
         assert losses(again, text) == alone[text]
 
 
-def test_a_table_whose_module_is_in_bf16_stays_so_in_linear_products() -> None:
+@pytest.mark.parametrize("named", ["embed=bf16", "embed=bf16,module.up=mxfp8", "embed=fp32,module.up=fp8"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_table_whose_module_has_a_format_stays_in_bf16_in_linear_products(
+    named: str, compiled: bool
+) -> None:
     model = Shared()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mp = mezzo.MixedPrecision(model, optimizer, "mxfp8,module.embed=bf16")
+    mp = mezzo.MixedPrecision(model, optimizer, f"mxfp8,module.{named}")
+    called = torch.compile(model, backend="aot_eager") if compiled else model
     with mp.autocast():
-        x, logits = model(torch.arange(64))
+        x, logits = called(torch.arange(64))
     with mezzo.autocast("bf16", "cpu"):
         assert torch.equal(F.linear(x, model.embed.weight), logits)
 

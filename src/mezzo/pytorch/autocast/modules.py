@@ -64,7 +64,14 @@ def apply_module_overrides(
         module = model.get_submodule(path)
         _remove_override(module)
         # With its patterns: an overridden module inside this one is active where any policy is.
-        module.forward = _Override(module, policy.of_module(fmt), device)
+        inner = policy.of_module(fmt)
+        if policy.compute in QUANTIZED and fmt not in QUANTIZED:
+            # Not those of quantized modules, else it would be a policy that quantizes these alone (`noting_table`).
+            # An FP32 lookup is the same in a bf16 context, which notes the weight; autocast is off in an FP32 one.
+            low = "bf16" if type(module) is nn.Embedding else fmt
+            inner = inner.with_modules(low, tuple(pair for pair in policy.modules if pair[1] not in QUANTIZED))
+        module.forward = override = _Override(module, inner, device)
+        applied[override] = policy.modules
     return ModuleOverrides(model, formats)
 
 
@@ -78,7 +85,6 @@ class _Override:
         self._policy = policy
         self._device_type = device_type
         self.before = module.__dict__.get("forward")
-        applied[self] = policy.modules
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # of a copied model
         self.__dict__.update(state)
