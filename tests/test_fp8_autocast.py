@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -49,6 +50,25 @@ def test_a_linear_layer_is_multiplied_in_fp8(scaling: str) -> None:
     assert torch.equal(out, fp8_linear(x, weight, bias, scaling=scaling))
     with mezzo.autocast("bf16", "cpu"):
         assert not torch.equal(out, F.linear(x, weight, bias))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # of PyTorch's own forward mode
+@pytest.mark.parametrize("name", ["fp8", "mxfp8", "nvfp4"])
+def test_linear_layers_are_quantized_in_torch_func(name: str) -> None:
+    """In forward mode they are bf16's: a quantized layer has no derivative of that kind."""
+    x, weight, bias = values(2, 5, 32), values(32, 32, seed=1), values(32, seed=2)
+
+    def loss(weight: Tensor, x: Tensor, precision: str = name) -> Tensor:
+        with mezzo.autocast(precision, "cpu"):
+            return F.linear(x, weight, bias).float().square().sum()
+
+    leaf = weight.clone().requires_grad_()
+    expected = torch.stack([torch.autograd.grad(loss(leaf, row), leaf)[0] for row in x])
+    assert torch.equal(torch.stack([torch.func.grad(loss)(weight, row) for row in x]), expected)
+    assert torch.allclose(torch.vmap(torch.func.grad(loss), (None, 0))(weight, x), expected)
+    assert not torch.equal(torch.func.grad(loss)(weight, x[0], "bf16"), expected[0])
+    forward, _ = torch.func.jvp(partial(loss, x=x[0]), (weight,), (weight,))
+    assert forward == loss(weight, x[0], "bf16") != loss(weight, x[0])
 
 
 def test_all_else_is_as_under_bf16() -> None:
@@ -183,12 +203,17 @@ def test_a_policy_used_before_does_not_decide_how_a_tied_head_is_multiplied() ->
         assert losses(again, text) == alone[text]
 
 
-def test_a_table_whose_module_is_in_bf16_stays_so_in_linear_products() -> None:
+@pytest.mark.parametrize("named", ["embed=bf16", "embed=bf16,module.up=mxfp8", "embed=fp32,module.up=fp8"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_table_whose_module_has_a_format_stays_in_bf16_in_linear_products(
+    named: str, compiled: bool
+) -> None:
     model = Shared()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mp = mezzo.MixedPrecision(model, optimizer, "mxfp8,module.embed=bf16")
+    mp = mezzo.MixedPrecision(model, optimizer, f"mxfp8,module.{named}")
+    called = torch.compile(model, backend="aot_eager") if compiled else model
     with mp.autocast():
-        x, logits = model(torch.arange(64))
+        x, logits = called(torch.arange(64))
     with mezzo.autocast("bf16", "cpu"):
         assert torch.equal(F.linear(x, model.embed.weight), logits)
 

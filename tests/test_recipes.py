@@ -303,18 +303,22 @@ def experts(self: Any, x: Tensor) -> Tensor:
     experts=experts,
     conv=lambda: nn.utils.parametrizations.weight_norm(nn.Conv1d(64, 64, 32, padding=16)),
     head=linear(64, 4),
-    bias=lambda: nn.Parameter(torch.randn(4, 64, 1)),
+    score_bias=lambda: nn.Parameter(torch.randn(4, 64, 64)),
+    pos_embed=lambda: nn.Parameter(torch.randn(2, 64, 64)),
 )
 def mixture(self: Any, x: Tensor) -> Tensor:
-    return self.head(self.conv(self.experts(self.into(x)).t()).t()) + self.bias.mean()
+    x = self.into(x + self.pos_embed[0, : len(x)])
+    return self.head(self.conv(self.experts(x).t()).t()) + self.score_bias.mean()
 
 
 def test_explain_names_batched_weights_of_experts() -> None:
     text = mezzo.explain(mixture(), torch.randn(8, 64), precision="mxfp8").as_text(300)
-    assert "experts.up (bf16: 4 matrices" in text
+    assert (
+        "score_bias, pos_embed, experts.up (a batch of matrices: only linear products are quantized)" in text
+    )
     assert "conv" not in next(line for line in text.splitlines() if "Not in mxfp8" in line)
     text = mezzo.explain(mixture(), torch.randn(8, 64), precision="bf16,module.into=mxfp8").as_text(300)
-    assert "up (bf16" not in text
+    assert "a batch" not in text
 
 
 def test_a_run_with_batched_weights_of_experts_names_the_line(launch: Any) -> None:

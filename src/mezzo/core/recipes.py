@@ -72,11 +72,8 @@ class Factor:
         if self.scale not in tuple(SCALES):
             raise unknown_name("scale", self.scale, SCALES)
         block = list(self.block) if isinstance(self.block, tuple) else self.block
-        if (
-            not isinstance(block, list)
-            or len(block) != 2
-            or not all(type(size) is int and size >= 0 for size in block)
-        ):
+        is_pair = isinstance(block, list) and len(block) == 2
+        if not is_pair or not all(type(size) is int and size >= 0 for size in block):
             raise UsageError(
                 f"block={block!r}: use two numbers from 0 on, such as [1, 32]; 0 is the whole dimension."
             )

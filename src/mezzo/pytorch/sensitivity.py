@@ -215,9 +215,8 @@ class Sensitivities(StepObserver):
         self._measured += 1
         shares = [recipe.last_blocks for recipe in self._recipes.values()]
         wide = last_blocks_of(outer.module, max(shares, default=0.0))
-        self._records.append(
-            SensitivityRecord(self._updates, self._loss, list(rows.values()), list(self._notes), wide)
-        )
+        found = SensitivityRecord(self._updates, self._loss, list(rows.values()), list(self._notes), wide)
+        self._records.append(found)
         self.step_dropped()
 
     @contextmanager

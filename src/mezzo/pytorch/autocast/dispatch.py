@@ -38,6 +38,8 @@ _strided, _FP32, _TO_FP32 = torch.strided, torch.float32, (*SIXTEEN_BITS, torch.
 _Actions = dict[int, tuple[torch.dtype, Action, Action, bool]]
 _actions: dict[tuple[str, str], _Actions] = {}  # by overload and device type
 _NO_ACTIONS: _Actions = {}
+# The key of `torch.func`'s transforms, where PyTorch takes `linear` apart before autocast's kernel would be reached.
+_FRONT = "FuncTorchDynamicLayerFrontMode"
 
 
 def install(code: int, device_type: str, policy: Policy) -> None:
@@ -54,15 +56,22 @@ def install(code: int, device_type: str, policy: Policy) -> None:
                 if op_plan.op in policy.recomputed:
                     found = recompute.remembering(found)
                 other = for_other_layouts(op_plan, name, device_type) or found
-                if (name, device_type) not in _actions:
-                    _actions[name, device_type] = {}
-                    _register(name, device_type)
-                _actions[name, device_type][code] = compute, found, other, gives_fp32(found)
+                is_quantized = op_plan.kernel is not None and op_plan.kernel.kind == "quantized"
+                for key, slot in ((AUTOCAST_KEYS[device_type], name), (_FRONT, _FRONT))[: 1 + is_quantized]:
+                    if (slot, device_type) not in _actions:
+                        _actions[slot, device_type] = {}
+                        _register(name, device_type, key, slot)
+                    _actions[slot, device_type][code] = compute, found, other, gives_fp32(found)
 
 
-def _register(name: str, device_type: str) -> None:
+def _is_for(device_type: str, input: torch.Tensor) -> bool:
+    """Whether autocast's kernel would serve a call inside `torch.func`, whose forward mode needs the parts."""
+    is_forward = any(level.key().name == "Jvp" for level in torch._C._functorch.get_interpreter_stack() or ())
+    return not is_forward and input.device.type == device_type and torch.is_autocast_enabled(device_type)
+
+
+def _register(name: str, device_type: str, key_name: str, slot: str) -> None:
     overload = overload_named(name)
-    key_name = AUTOCAST_KEYS[device_type]
     key = torch._C._dispatch_key_parse(key_name)
     below = torch._C._dispatch_keyset_full_after(key)  # without the Python dispatcher's, which is above
     own_table(device_type)  # read PyTorch's own table before its first entry is replaced
@@ -74,31 +83,26 @@ def _register(name: str, device_type: str) -> None:
     # Tensor arguments that may be numbers: `x * 0.1` calls `mul.Tensor` with a wrapped number.
     tensors = [i for i, argument in enumerate(overload._schema.arguments) if str(argument.type) == "Tensor"]
     number_places = tensors if len(tensors) > 1 and torch.Tag.pointwise in overload.tags else ()
-    find = _actions[name, device_type].get
+    find, is_front = _actions[slot, device_type].get, slot == _FRONT
 
     @not_traced  # else Dynamo compiles it, once a compiled function has broken its graph
     def run(keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
-        found = find(_label())
+        found = None if is_front and not _is_for(device_type, args[0]) else find(_label())
         if found is not None and _get_dtype(device_type) is found[0]:
-            _set_autocast(device_type, False)
-            try:
-                if keyset.raw_repr() & OTHER_LAYOUTS:
-                    return found[2](*args, **kwargs)
-                return found[1](*args, **kwargs)
-            finally:
-                _set_autocast(device_type, True)
-        for place in number_places:
-            if place < len(args) and not isinstance(args[place], torch.Tensor):
-                # Calling the op wraps a number again, redispatching does not. (An element-wise op has no parts that
-                # could have met autocast's table.)
-                _set_autocast(device_type, False)
-                try:
-                    return overload(*args, **kwargs)
-                finally:
-                    _set_autocast(device_type, True)
-        if original is not None:
+            call = found[2] if keyset.raw_repr() & OTHER_LAYOUTS else found[1]
+        elif any(place < len(args) and not isinstance(args[place], torch.Tensor) for place in number_places):
+            # Calling the op wraps a number again, redispatching does not. (An element-wise op has no parts that could
+            # have met autocast's table.)
+            call = overload
+        elif original is not None:
             return original.call_boxed(keyset, *args, **kwargs)
-        return overload.redispatch(keyset & below, *args, **kwargs)
+        else:
+            return overload.redispatch(keyset & below, *args, **kwargs)
+        _set_autocast(device_type, False)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            _set_autocast(device_type, True)
 
     _registrations.register(name, run, key_name)
 

@@ -64,7 +64,16 @@ def apply_module_overrides(
         module = model.get_submodule(path)
         _remove_override(module)
         # With its patterns: an overridden module inside this one is active where any policy is.
-        module.forward = _Override(module, policy.of_module(fmt), device)
+        inner = policy.of_module(fmt)
+        if policy.compute in QUANTIZED and fmt not in QUANTIZED:
+            # Not those of quantized modules, else it would be a policy that quantizes these alone (`noting_table`).
+            # An FP32 lookup is the same in a bf16 context, which notes the weight; autocast is off in an FP32 one.
+            low = "bf16" if type(module) is nn.Embedding else fmt
+            inner = inner.with_modules(
+                low, tuple(pair for pair in policy.modules if pair[1] not in QUANTIZED)
+            )
+        module.forward = override = _Override(module, inner, device)
+        applied[override] = policy.modules
     return ModuleOverrides(model, formats)
 
 
@@ -78,7 +87,6 @@ class _Override:
         self._policy = policy
         self._device_type = device_type
         self.before = module.__dict__.get("forward")
-        applied[self] = policy.modules
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # of a copied model
         self.__dict__.update(state)
@@ -174,8 +182,7 @@ def with_heads(policy: Policy, model: nn.Module, *, strict: bool = True) -> Poli
     if policy.compute in QUANTIZED:
         wide = dict.fromkeys((*heads_of(model), *last_blocks_of(model, policy.quantization.last_blocks)))
         paths = [path for path in wide if is_pattern(path) and policy.format_inside(path) is None]
-        if paths:
-            policy = replace(policy, modules=(*((path, "bf16") for path in paths), *policy.modules))
+        policy = replace(policy, modules=(*((path, "bf16") for path in paths), *policy.modules))
     for path, table in _tied(model).items() if strict and policy.compute in QUANTIZED else ():
         fmt = policy.format_for_module(path)
         if fmt in QUANTIZED and (path, fmt) in policy.modules:
@@ -185,7 +192,7 @@ def with_heads(policy: Policy, model: nn.Module, *, strict: bool = True) -> Poli
             )
     for path, name, shape in _batched(model) if strict else ():
         fmt, where = policy.format_inside(path) or policy.compute, f"module.{path}="
-        if fmt not in QUANTIZED or policy.format_for_module(path) is not None:
+        if fmt not in QUANTIZED or policy.format_for_module(path) is not None or _ADDED.search(name):
             continue
         if all(size % recipe_of(fmt, policy.scaling, policy.recipe).multiple == 0 for size in shape[1:]):
             fix = f"Compute in bf16 and name the layers to quantize: bf16,module.PATH={fmt}."
@@ -253,10 +260,9 @@ def described(policy: Policy, model: nn.Module) -> list[str]:
         layers.setdefault(why or fmt, []).append(name)
     if tables:
         layers[_TIED] = [*layers.get(_TIED, []), *tables.values()]
-    for path, name, (count, *_) in _batched(model):
+    for path, name, _ in _batched(model):
         if (policy.format_inside(path) or policy.compute) in QUANTIZED:
-            why = f"bf16: {count} matrices in one product, as of experts, not a linear layer"
-            layers.setdefault(why, []).append(joined(path, name))
+            layers.setdefault(_BATCH, []).append(joined(path, name))
     lower = {fmt: names for fmt in quantized if (names := _together(fmt, layers))}
     apart = [f"{', '.join(_together(why, layers))} ({why})" for why in layers if why not in quantized]
     named = "" if policy.recipe == "default" else f"recipe {Path(policy.recipe).name}"
@@ -309,8 +315,10 @@ def _runs(numbers: list[int]) -> str:
     return ",".join(f"{one}-{other}" if one < other else str(one) for one, other in zip(firsts, lasts))
 
 
+_ADDED = re.compile("bias|emb|(^|_)pos")  # names of parameters that are added, not multiplied
 _BLOCK = re.compile(r"([^\d.][^.]*)\.(\d+)(?=\.)")
 _TIED = "bf16: the weight of an embedding, also in linear products"
+_BATCH = "a batch of matrices: only linear products are quantized"
 _NO_BLOCKS = "No list of equal blocks was found, so {0} leaves no last blocks in bf16."
 _NOTHING = (
     f"{{0}}{IN_NO_LAYER}. Linear layers of fitting sizes multiply in {{0}}, but not the head (the last one). "

@@ -43,11 +43,16 @@ def product(
     return result if bias is None else (result + bias.to(torch.bfloat16)).to(out_dtype)
 
 
-def _rows(factor: Quantized, transposed: bool) -> tuple[Tensor, Tensor]:
-    """Codes [R, S], contiguous, and their scales [R or R / height, S / block], for sums over S."""
-    if not transposed:
+def _rows(factor: Quantized, is_down: bool) -> tuple[Tensor, Tensor]:
+    """Codes [R, S], contiguous, and their scales [R or R / height, S / block], of a factor [R, S]; [S, R] if down."""
+    if not is_down:
         return factor.codes.contiguous(), factor.inv_scale
-    return factor.codes.t().clone(memory_format=torch.contiguous_format), factor.inv_scale.t()
+    return transposed(factor.codes), factor.inv_scale.t()
+
+
+def transposed(x: Tensor) -> Tensor:
+    """x.t(), contiguous. `contiguous` would keep the strides of one row."""
+    return x.t().clone(memory_format=torch.contiguous_format)
 
 
 def _for_each_row(codes: Tensor, scales: Tensor) -> Tensor:
@@ -76,18 +81,13 @@ def _tiles(left: Tensor, codes: Tensor, scales: Tensor) -> dict[str, Any]:
     if is_square:
         scales = F.pad(scales, (0, -scales.shape[1] % 4)).contiguous().t()
     else:
-        scales = _by_column(scales)
+        scales = transposed(scales).t()
     return {
-        "scale_a": _by_column(left),
+        "scale_a": transposed(left).t(),
         "scale_recipe_a": F.ScalingType.BlockWise1x128,
         "scale_b": scales,
         "scale_recipe_b": F.ScalingType.BlockWise128x128 if is_square else F.ScalingType.BlockWise1x128,
     }
-
-
-def _by_column(scales: Tensor) -> Tensor:
-    # `contiguous` would keep the strides of one row.
-    return scales.t().clone(memory_format=torch.contiguous_format).t()
 
 
 def _e8m0(codes: Tensor, scales: Tensor) -> Tensor:

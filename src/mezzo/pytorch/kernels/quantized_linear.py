@@ -101,8 +101,8 @@ def _native(form: str, a: Quantized, b: Quantized, bias: Tensor | None, out_dtyp
     if form == "TN":
         short = -left.shape[0] % MULTIPLE
         left, right = (_with_rows(codes, short) for codes in (left, right))
-        left = _transposed(left)
-    columns = right.t() if form == "NT" else _transposed(right).t()
+        left = native_blocks.transposed(left)
+    columns = right.t() if form == "NT" else native_blocks.transposed(right).t()
     is_rowwise = inv_left.numel() > 1 or inv_right.numel() > 1
     if not is_rowwise:
         inv_left, inv_right = inv_left.reshape(()), inv_right.reshape(())
@@ -114,10 +114,6 @@ def _native(form: str, a: Quantized, b: Quantized, bias: Tensor | None, out_dtyp
     # With fast accumulation sums keep about 14 bits (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
     how: dict[str, Any] = {"bias": low, "out_dtype": produced, "use_fast_accum": False}
     return torch._scaled_mm(left, columns, inv_left, inv_right, **how).to(out_dtype)
-
-
-def _transposed(codes: Tensor) -> Tensor:
-    return codes.t().clone(memory_format=torch.contiguous_format)
 
 
 def _with_rows(codes: Tensor, count: int) -> Tensor:
@@ -222,10 +218,6 @@ def in_bf16(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return F.linear(input.to(torch.bfloat16), weight.to(torch.bfloat16), low)
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x.detach().reshape(-1, x.shape[-1])
-
-
 class _QuantizedLinear(torch.autograd.Function):
     generate_vmap_rule = True  # made of operations that vmap and compilers take apart
 
@@ -234,7 +226,7 @@ class _QuantizedLinear(torch.autograd.Function):
         input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, for_weight: bool
     ) -> tuple[Tensor | None, ...]:
         """The output; x [M, K] as kept for the weight's gradient: codes and their scales."""
-        x, w = _rows(input), weight.detach()
+        x, w = input.detach().reshape(-1, input.shape[-1]), weight.detach()
         dtype = _dtype(x.device, recipe.is_exact_in_bf16)
         left, right = (quantize(value, factor, 1, dtype) for value, factor in zip((x, w), recipe.output))
         y = product("NT", left, right, bias, recipe=recipe)
@@ -281,7 +273,7 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of input, weight and bias, each if wanted."""
     (input_dtype, weight_dtype, bias_dtype), recipe = ctx.dtypes, ctx.recipe
-    g = _rows(grad)
+    g = grad.detach().reshape(-1, grad.shape[-1])
     dtype = _dtype(g.device, recipe.is_exact_in_bf16)
     dx = dw = db = by_row = None
     if weight is not None:
