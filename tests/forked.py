@@ -10,12 +10,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 SERVER = Path(__file__).parent / "children" / "fork_server.py"
+FAKE = SERVER.with_name("fake_launch.py")
 
 # What `sys.executable` is in the test and in its children: it takes 20 ms, as it imports next to nothing.
 PROGRAM = """#!{python} -SE
@@ -64,10 +66,9 @@ def can_fork() -> bool:
     return os.environ.get("MEZZO_TEST_FORK") != "0"
 
 
-@pytest.fixture(scope="session")
-def forking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The program, with a server behind it."""
-    folder = tmp_path_factory.mktemp("fork")
+@contextmanager
+def serving(folder: Path, *modules: str) -> Iterator[str]:
+    """The program, with a server behind it that has imported these modules."""
     program, meeting = folder / "python", folder / "socket"
     same = {
         name: value
@@ -78,10 +79,27 @@ def forking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     program.write_text(PROGRAM.format(**paths, environment=same, prefixes=PREFIXES, other=OTHER))
     program.chmod(0o755)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, str(SERVER), str(meeting)], **pipes) as server:  # type: ignore[call-overload]
+    with subprocess.Popen([sys.executable, str(SERVER), str(meeting), *modules], **pipes) as server:  # type: ignore[call-overload]
         assert server.stdout.readline() == b"ready\n"
         yield str(program)
         server.stdin.close()
+
+
+@pytest.fixture(scope="session")
+def forking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The program; the first optimizer of a process imports torch._dynamo."""
+    with serving(tmp_path_factory.mktemp("fork"), "torch", "torch._dynamo") as program:
+        yield program
+
+
+@pytest.fixture(scope="session")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """The command of children that only pretend to train, and start without the import of what they write with."""
+    if not can_fork():
+        yield sys.executable, str(FAKE)
+        return
+    with serving(tmp_path_factory.mktemp("fake"), "mezzo.core.records", "subprocess", "random") as program:
+        yield program, str(FAKE)
 
 
 @pytest.fixture(scope="module")
