@@ -19,7 +19,7 @@ import pytest
 SERVER = Path(__file__).parent / "children" / "fork_server.py"
 FAKE = SERVER.with_name("fake_launch.py")
 
-# What `sys.executable` is in the test and in its children: it takes 20 ms, as it imports next to nothing.
+# What `sys.executable` is in the test and in its children: it takes 10 ms, as it imports next to nothing.
 PROGRAM = """#!{python} -SE
 import os, sys
 words, environment = sys.argv[1:], dict(os.environ)
@@ -35,19 +35,25 @@ if (
 ):
     os.execv({python!r}, [{python!r}, *words])
 
-import json, signal, socket
-server = socket.socket(socket.AF_UNIX)
+# Not json, signal and socket, whose imports take longer than all else here.
+import _signal, _socket
+server = _socket.socket(_socket.AF_UNIX)
 server.connect({socket!r})
 asked = dict(words=words, environment=environment, folder=os.getcwd(), parent=os.getppid(), python={program!r})
-socket.send_fds(server, [json.dumps(asked).encode()], [0, 1, 2])
-answers = server.makefile()
-child = int(answers.readline())
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT):
-    signal.signal(number, lambda number, frame: os.kill(child, number))
-status = int(answers.readline())
+descriptors = b"".join(number.to_bytes(4, sys.byteorder) for number in range(3))
+server.sendmsg([ascii(asked).encode()], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, descriptors)])
+def answer():
+    line = b""
+    while (byte := server.recv(1)) not in b"\\n":
+        line += byte
+    return int(line)
+child = answer()
+for number in (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP, _signal.SIGUSR1, _signal.SIGQUIT):
+    _signal.signal(number, lambda number, frame: os.kill(child, number))
+status = answer()
 if status < 0:
-    if -status != signal.SIGKILL:
-        signal.signal(-status, signal.SIG_DFL)
+    if -status != _signal.SIGKILL:
+        _signal.signal(-status, _signal.SIG_DFL)
     os.kill(os.getpid(), -status)
 os._exit(status)
 """

@@ -7,10 +7,10 @@
 
 from __future__ import annotations
 
+import ast
 import atexit
 import gc
 import importlib
-import json
 import os
 import runpy
 import selectors
@@ -55,7 +55,7 @@ def serve(path: str) -> dict[str, Any]:
                         used.close()
                     for process in asking:
                         os.close(process)
-                    return json.loads(text)
+                    return ast.literal_eval(text.decode())
                 for descriptor in descriptors:
                     os.close(descriptor)
                 process = os.pidfd_open(child)
