@@ -18,10 +18,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
-from forked import forked, forking  # noqa: F401
+from forked import fake, forked, forking  # noqa: F401
 from run_scripts import Ran, launcher
 
 os.environ.setdefault("MEZZO_ASSUME_NATIVE", "bf16")
+
+# Imports and the collection of tests make objects that stay, and Python's collector would pass through them each time.
+gc.disable()
 
 # A slow machine fails no test.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -38,6 +41,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         draw = random.Random(seed)
         files = {item.path: draw.random() for item in items}
         items.sort(key=lambda item: (files[item.path], draw.random()))
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 # A parent that ignores signals (nohup, a job in the background of a script) hands that on, and no test may depend on
@@ -94,7 +101,10 @@ def _same_random_numbers() -> None:
     random.seed(0)
     np.random.seed(0)
     if torch := sys.modules.get("torch"):
-        torch.manual_seed(0)
+        # Not `torch.manual_seed`, which stores a stack trace for each kind of accelerator that was not used yet.
+        torch.default_generator.manual_seed(0)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture(autouse=True)

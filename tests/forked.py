@@ -10,14 +10,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 SERVER = Path(__file__).parent / "children" / "fork_server.py"
+FAKE = SERVER.with_name("fake_launch.py")
 
-# What `sys.executable` is in the test and in its children: it takes 20 ms, as it imports next to nothing.
+# What `sys.executable` is in the test and in its children: it takes 10 ms, as it imports next to nothing.
 PROGRAM = """#!{python} -SE
 import os, sys
 words, environment = sys.argv[1:], dict(os.environ)
@@ -33,19 +35,25 @@ if (
 ):
     os.execv({python!r}, [{python!r}, *words])
 
-import json, signal, socket
-server = socket.socket(socket.AF_UNIX)
+# Not json, signal and socket, whose imports take longer than all else here.
+import _signal, _socket
+server = _socket.socket(_socket.AF_UNIX)
 server.connect({socket!r})
 asked = dict(words=words, environment=environment, folder=os.getcwd(), parent=os.getppid(), python={program!r})
-socket.send_fds(server, [json.dumps(asked).encode()], [0, 1, 2])
-answers = server.makefile()
-child = int(answers.readline())
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT):
-    signal.signal(number, lambda number, frame: os.kill(child, number))
-status = int(answers.readline())
+descriptors = b"".join(number.to_bytes(4, sys.byteorder) for number in range(3))
+server.sendmsg([ascii(asked).encode()], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, descriptors)])
+def answer():
+    line = b""
+    while (byte := server.recv(1)) not in b"\\n":
+        line += byte
+    return int(line)
+child = answer()
+for number in (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP, _signal.SIGUSR1, _signal.SIGQUIT):
+    _signal.signal(number, lambda number, frame: os.kill(child, number))
+status = answer()
 if status < 0:
-    if -status != signal.SIGKILL:
-        signal.signal(-status, signal.SIG_DFL)
+    if -status != _signal.SIGKILL:
+        _signal.signal(-status, _signal.SIG_DFL)
     os.kill(os.getpid(), -status)
 os._exit(status)
 """
@@ -64,10 +72,9 @@ def can_fork() -> bool:
     return os.environ.get("MEZZO_TEST_FORK") != "0"
 
 
-@pytest.fixture(scope="session")
-def forking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The program, with a server behind it."""
-    folder = tmp_path_factory.mktemp("fork")
+@contextmanager
+def serving(folder: Path, *modules: str) -> Iterator[str]:
+    """The program, with a server behind it that has imported these modules."""
     program, meeting = folder / "python", folder / "socket"
     same = {
         name: value
@@ -78,10 +85,27 @@ def forking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     program.write_text(PROGRAM.format(**paths, environment=same, prefixes=PREFIXES, other=OTHER))
     program.chmod(0o755)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, str(SERVER), str(meeting)], **pipes) as server:  # type: ignore[call-overload]
+    with subprocess.Popen([sys.executable, str(SERVER), str(meeting), *modules], **pipes) as server:  # type: ignore[call-overload]
         assert server.stdout.readline() == b"ready\n"
         yield str(program)
         server.stdin.close()
+
+
+@pytest.fixture(scope="session")
+def forking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The program; the first optimizer of a process imports torch._dynamo."""
+    with serving(tmp_path_factory.mktemp("fork"), "torch", "torch._dynamo") as program:
+        yield program
+
+
+@pytest.fixture(scope="session")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """The command of children that only pretend to train, and start without the import of what they write with."""
+    if not can_fork():
+        yield sys.executable, str(FAKE)
+        return
+    with serving(tmp_path_factory.mktemp("fake"), "mezzo.core.records", "subprocess", "random") as program:
+        yield program, str(FAKE)
 
 
 @pytest.fixture(scope="module")

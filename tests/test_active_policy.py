@@ -91,6 +91,7 @@ def test_a_binding_holds_a_policy_for_each_device(monkeypatch):
         assert active_policy.current_policy("cuda") is None
 
 
+@pytest.mark.usefixtures("forked")
 def test_exhaustion_is_an_error():
     code = (
         "import torch, mezzo\n"

@@ -7,7 +7,6 @@ import io
 import json
 import re
 import shlex
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -26,13 +25,11 @@ from page_blocks import BASH, PAGES
 
 pytestmark = pytest.mark.usefixtures("forked")
 
-FAKE = (sys.executable, str(Path(__file__).parent / "children" / "fake_launch.py"))
-
 
 @pytest.fixture
-def here(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch, fake: tuple[str, str]) -> Path:
     """The working directory of the commands, in which runs are pretended."""
-    monkeypatch.setattr(verb, "compare", functools.partial(compare, command=FAKE))
+    monkeypatch.setattr(verb, "compare", functools.partial(compare, command=fake))
     return tmp_path
 
 

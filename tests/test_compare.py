@@ -30,7 +30,6 @@ from mezzo.core.records import HAD_TF32, IN_NO_LAYER
 from mezzo.report import build
 from mezzo.runner.lifecycle import RunRequest
 
-FAKE = (sys.executable, str(Path(__file__).parent / "children" / "fake_launch.py"))
 CONTRACT = {
     "speedup", "speedup_interval", "peak_memory_ratio", "parity", "seeds", "margin", "loss_gap", "final_loss",
     "final_metric", "steps", "skipped_steps", "reason",
@@ -40,7 +39,8 @@ CONTRACT = {
 class Case:
     """A script of a fake child, a folder, and the runs that were called for."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, command: tuple[str, str]) -> None:
+        self.command = command
         self.script = place / "train.json"
         self.out = place / "out"
 
@@ -52,7 +52,7 @@ class Case:
 
     def compare(self, **changes: Any) -> dict[str, Any]:
         keep = {key: changes.pop(key) for key in ("fresh", "watcher") if key in changes}
-        return compare(self.request(**changes), self.out, command=FAKE, **keep)
+        return compare(self.request(**changes), self.out, command=self.command, **keep)
 
     @property
     def calls(self) -> list[str]:
@@ -73,8 +73,8 @@ class Case:
 
 
 @pytest.fixture
-def case(tmp_path: Path) -> Case:
-    made = Case(tmp_path)
+def case(tmp_path: Path, fake: tuple[str, str]) -> Case:
+    made = Case(tmp_path, fake)
     made.write({"bf16": {"seconds": 0.005, "memory": 600}})
     return made
 
@@ -618,7 +618,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, case: Case) -> None:
     with pytest.raises(UsageError, match="is a file"):
         case.compare()
     with pytest.raises(UsageError, match="Not a directory"):
-        compare(case.request(), case.out / "out", command=FAKE)
+        compare(case.request(), case.out / "out", command=case.command)
 
 
 @pytest.mark.parametrize("at", ["comparison.json", "verdict.json"])

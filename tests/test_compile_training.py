@@ -60,9 +60,7 @@ class GPT(nn.Module):
         super().__init__()
         self.token = nn.Embedding(WORDS, WIDTH)
         self.position = nn.Parameter(torch.randn(8, WIDTH) * 0.02)
-        self.blocks = nn.Sequential(
-            Block(), Block(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
-        )
+        self.blocks = nn.Sequential(Block(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False))
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.blocks(self.token(tokens) + self.position)

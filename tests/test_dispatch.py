@@ -25,6 +25,7 @@ from mezzo.pytorch.dtypes import dtype_of, name_of
 
 # Each warns once per process, so in whichever test calls it first.
 pytestmark = [
+    pytest.mark.usefixtures("forked"),
     pytest.mark.filterwarnings(r"ignore:torch\.chain_matmul is deprecated:UserWarning"),
     pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning"),
     pytest.mark.filterwarnings(r"ignore:index_reduce\(\) is in beta:UserWarning"),
@@ -40,7 +41,7 @@ def both_native(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def fresh() -> dict:
+def fresh(forked) -> dict:
     """What a process says in which Mezzo was never imported."""
     command = [sys.executable, samples.__file__]
     told = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

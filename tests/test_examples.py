@@ -21,10 +21,10 @@ Output = pytest.CaptureFixture[str]
 
 # Example, its options beside --steps, steps, what its last line must be.
 RUNS = [
-    ("cnn.py", ["--precision", "fp16"], 12, r"fp16: [0-9.]+% of unseen digits right"),
-    ("transformer.py", [], 6, r"bf16,masters=split: [0-9,]+ weights, last loss \d\.\d+"),
-    ("transformer.py", ["--precision", "fp8"], 6, r"fp8,masters=split,.*: [0-9,]+ weights, last loss \d\.\d+"),
-    ("recurrent.py", ["--precision", "fp16,hidden=fp32"], 6, r"fp16,hidden=fp32: .* states torch.float32 and .*"),
+    ("cnn.py", ["--precision", "fp16"], 6, r"fp16: [0-9.]+% of unseen digits right"),
+    ("transformer.py", [], 3, r"bf16,masters=split: [0-9,]+ weights, last loss \d\.\d+"),
+    ("transformer.py", ["--precision", "fp8"], 3, r"fp8,masters=split,.*: [0-9,]+ weights, last loss \d\.\d+"),
+    ("recurrent.py", ["--precision", "fp16,hidden=fp32"], 3, r"fp16,hidden=fp32: .* states torch.float32 and .*"),
     ("gan.py", ["--generator", "bf16", "--discriminator", "fp32"], 30, r"\d of 8 clusters reached, \d+% of .*"),
     ("fine_tuning.py", [], 20, r"\{'torch.float32'\} to save; the model has .*'torch.bfloat16'.*"),
     ("accumulation_and_clipping.py", [], 8, r"fp16: 3 updates from 10 batches, last loss .*"),

@@ -136,6 +136,7 @@ def run(cache: Path, code: str = ONE_STEP, **more: str) -> str:
 
 
 @pytest.mark.heavy
+@pytest.mark.usefixtures("forked")
 def test_what_processes_compile_at_once_the_next_loads(tmp_path: Path) -> None:
     environment = {**os.environ, "MEZZO_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", ONE_STEP]
@@ -148,6 +149,7 @@ def test_what_processes_compile_at_once_the_next_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.heavy
+@pytest.mark.usefixtures("forked")
 def test_without_a_folder_to_write_kernels_are_compiled_for_this_process(tmp_path: Path) -> None:
     occupied = tmp_path / "a file"
     occupied.write_text("not a folder")

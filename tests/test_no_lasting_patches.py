@@ -7,8 +7,10 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 SETUP = """
-    import gc, json, sys, types
+    import json, sys, types
     import torch, torch._dynamo, torch.utils.checkpoint
     import torch._functorch.config, torch._inductor.config, torch.compiler.config
     from torch import nn
@@ -160,6 +162,7 @@ USES = {
 }
 
 
+@pytest.mark.usefixtures("forked")
 def test_nothing_of_torch_stays_replaced() -> None:
     script = textwrap.dedent(SETUP) + "found = {}\n"
     for use, source in USES.items():

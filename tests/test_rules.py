@@ -68,6 +68,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.usefixtures("forked")
 def test_every_op_that_a_devices_autocast_has_a_kernel_for_is_here() -> None:
     """The dispatcher is asked, which has ops that the header does not list, where Mezzo has registered none."""
     script = (

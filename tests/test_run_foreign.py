@@ -130,6 +130,7 @@ def test_what_is_no_use_of_it(launch: Any, name: str) -> None:
     assert "mezzo: policy bf16" in ran.err
 
 
+@pytest.mark.usefixtures("forked")
 def test_mezzo_may_be_imported_before_torch(tmp_path: Path) -> None:
     """In a process of its own: here torch is imported already."""
     script = tmp_path / "script.py"

@@ -1,15 +1,16 @@
-"""Forks processes that continue as `python WORDS` where `import torch` and `import torch._dynamo` have ended.
+"""Forks processes that continue as `python WORDS` where the imports of these modules have ended.
 
-    python fork_server.py SOCKET
+    python fork_server.py SOCKET MODULE ...
 
 `forked.py` writes the program that asks for one. The server ends with the one that started it, when its stdin does.
 """
 
 from __future__ import annotations
 
+import ast
 import atexit
 import gc
-import json
+import importlib
 import os
 import runpy
 import selectors
@@ -23,9 +24,6 @@ import warnings
 from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from typing import Any
-
-import torch
-import torch._dynamo  # noqa: F401 - the first optimizer of a process imports it
 
 HERE = os.path.dirname(os.path.realpath(__file__))
 LIBRARIES = [folder for folder in sys.path[1:] if folder not in os.environ.get("PYTHONPATH", "").split(":")]
@@ -57,7 +55,7 @@ def serve(path: str) -> dict[str, Any]:
                         used.close()
                     for process in asking:
                         os.close(process)
-                    return json.loads(text)
+                    return ast.literal_eval(text.decode())
                 for descriptor in descriptors:
                     os.close(descriptor)
                 process = os.pidfd_open(child)
@@ -127,7 +125,8 @@ def become(asked: dict[str, Any]) -> None:
     warnings.filterwarnings("default", category=DeprecationWarning, module="__main__")
     warnings._processoptions(sys.warnoptions)  # type: ignore[attr-defined]
     sys.path[:] = [*filter(None, os.environ.get("PYTHONPATH", "").split(":")), *LIBRARIES]
-    Imported()
+    if "torch" in sys.modules:
+        Imported()
     site.execsitecustomize()
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=__builtins__)
@@ -174,8 +173,12 @@ def without_these_lines(
 
 if __name__ == "__main__":
     sys.path.remove(HERE)
+    gc.disable()
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()
+    gc.enable()
     status = ended(serve(sys.argv[1]))
     # What Python does at its end, but for the destruction of all modules, which copies the memory of PyTorch's.
     threading._shutdown()  # type: ignore[attr-defined]
