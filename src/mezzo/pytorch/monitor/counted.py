@@ -299,4 +299,4 @@ def ratios(before: Tensor, after: Tensor) -> Iterable[Tensor]:
         base = old[start : start + BLOCK].to(wide)
         moved = new[start : start + BLOCK].to(wide) - base
         still = moved == 0
-        yield moved.abs_().div_(base.abs()).masked_fill_(still, 0)
+        yield moved.abs().div_(base.abs()).masked_fill_(still, 0)

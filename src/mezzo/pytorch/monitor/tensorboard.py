@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
 
 from mezzo.core import records
 from mezzo.core.errors import UsageError, checks_keywords
