@@ -119,6 +119,10 @@ WRONG: list[tuple[str, str]] = [
     ("batch-size --vary --batch train.py -- --epochs 1", " --vary=--batch train.py -- --epochs 1\n"),
     ("batch-size train.py --vary", "--vary: expected one argument\n"),
     ("compare --metric --seeds 3 train.py", "--metric: expected one argument\n"),
+    (
+        "compare --margin -1% train.py",
+        "--margin: '-1%' is not a share of the loss between 0 and 1. Examples: ",
+    ),
     ("batch-size train.py --batch 8", "mezzo batch-size train.py --vary=--batch"),
     ("run --seeds 3 train.py", "an option of mezzo compare"),
     (

@@ -108,7 +108,7 @@ def test_candidates_are_read_from_the_command_line(
         (["bf16,op.sofmax=fp32"], UnknownNameError, "softmax"),
         (["fp32"], UsageError, "nothing to compare with fp32"),
         (["bf16", "fp16,masters=fp32"], UsageError, "'fp16,masters=fp32': .*can't train fp16 weights"),
-        (["bf16,masters=fp32,params=fp32", "fp16,masters=split"], UsageError, "In fp16 use masters=fp32"),
+        (["bf16,masters=fp32,params=fp32", "fp16,masters=split"], UsageError, "Use bf16, or masters=fp32 in mezzo.Mix"),
         (["own,params=bf16"], UsageError, "'own,params=bf16'.* Use own, or own,masters=split, own,masters=split8"),
     ],
 )  # fmt: skip

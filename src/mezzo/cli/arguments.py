@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from mezzo.core.commands import folded, run_words, say
 from mezzo.core.errors import UsageError, unknown_name
@@ -44,8 +44,13 @@ class Parser(argparse.ArgumentParser):
         elif message.endswith("expected one argument"):
             option = message.removeprefix("argument ").partition(":")[0].split("/")[-1]
             before, _, after = shlex.join(self.words).partition(f"{option} ")
-            if after and after.split()[0] not in self._option_string_actions:
+            if after and (value := shlex.split(after)[0]) not in self._option_string_actions:
                 fix = f". A value that begins with a dash is joined with =: {self.prog} {before}{option}={after}"
+                reader: Any = self._option_string_actions[option].type or str
+                try:
+                    reader(value)
+                except argparse.ArgumentTypeError as error:
+                    message, fix = f"argument {option}: {error}", ""
         say(self.format_usage().rstrip())
         raise UsageError(message + fix)
 

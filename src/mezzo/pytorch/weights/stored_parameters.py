@@ -67,7 +67,8 @@ def lower_weights(
                 param.data = half_away16(param.data)        # bf16; fp16: ties to even
 
     Peak memory is the model and one more parameter. Frozen parameters and existing gradients are cast too; buffers,
-    parameters in other formats and frozen quantized ones (tensor subclasses) are not. These parameters stay in FP32 (a tied one if one of its modules is listed):
+    parameters in other formats and frozen quantized ones (tensor subclasses) are not. These stay in FP32 (a tied one if
+    one of its modules is listed):
 
     - of normalization modules: PyTorch's, and in classes named ``...Norm``, ``...Norm1d`` to ``...Norm3d`` the
       parameters with at most one dimension longer than 1;
