@@ -188,6 +188,10 @@ def _rows(one: Mapping[str, Any], metric: str) -> list[tuple[str, str, str]]:
         *rows,
         ("speed", "1.00x" if one["speedup"] else "", speed),
         ("peak memory", size(one["fp32_peak_memory_bytes"]), memory),
-        ("runs", "", f"{one['seeds']} x {one['steps']} steps" if one["steps"] else MISSING),
+        (
+            "runs",
+            "",
+            f"{one['seeds']} x {one['steps']} step{'s' * (one['steps'] != 1)}" if one["steps"] else MISSING,
+        ),
         ("skipped steps", "", str(one["skipped_steps"]) if one["steps"] else MISSING),
     ]
