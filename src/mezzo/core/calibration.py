@@ -228,11 +228,8 @@ class Recommendation:
 
     def to_toml(self) -> str:
         """The policy as a file that `mezzo.policy` reads, below comments with the reasons."""
-        head = [
-            f"Recommended by mezzo calibrate from {self.steps} step{'s' * (self.steps != 1)} in FP32.",
-            *self.plain,
-        ]
-        return "".join(f"# {line}\n" for line in head) + policy_of(self.policy).to_toml()
+        head = f"Recommended by mezzo calibrate from {self.steps} step{'s' * (self.steps != 1)} in FP32."
+        return "".join(f"# {line}\n" for line in [head, *self.plain]) + policy_of(self.policy).to_toml()
 
     def __repr__(self) -> str:
         return f"Recommendation({self.policy!r}, steps={self.steps})"

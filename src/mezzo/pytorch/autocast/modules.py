@@ -39,13 +39,13 @@ class ModuleOverrides(AbstractContextManager["ModuleOverrides"]):
 
     def __init__(self, modules: Mapping[str, nn.Module], formats: Mapping[str, str]) -> None:
         self.formats = dict(formats)
-        self._modules = {path: modules[path] for path in formats}
+        self._modules = [modules[path] for path in formats]
 
     def remove(self) -> None:
         """Restore each module's own `forward`. Safe to call twice."""
-        for path in self.formats:
-            _remove_override(self._modules[path])
-        self.formats = {}
+        for module in self._modules:
+            _remove_override(module)
+        self.formats, self._modules = {}, []
 
     def __exit__(self, *exc_info: object) -> None:
         self.remove()
@@ -64,10 +64,9 @@ def apply_module_overrides(
     formats = {path: found for path in modules if (found := policy.format_for_module(path)) is not None}
     device = default_device_type() if device_type is None else device_type
     for path, fmt in formats.items():
-        module = modules[path]
-        _remove_override(module)
+        _remove_override(modules[path])
         # With its patterns: an overridden module inside this one is active where any policy is.
-        module.forward = _Override(module, policy.of_module(fmt), device)
+        modules[path].forward = _Override(modules[path], policy.of_module(fmt), device)
     return ModuleOverrides(modules, formats)
 
 
