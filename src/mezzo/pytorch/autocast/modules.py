@@ -39,13 +39,13 @@ class ModuleOverrides(AbstractContextManager["ModuleOverrides"]):
 
     def __init__(self, modules: Mapping[str, nn.Module], formats: Mapping[str, str]) -> None:
         self.formats = dict(formats)
-        self._modules = [modules[path] for path in formats]
+        self._overridden = [modules[path] for path in formats]
 
     def remove(self) -> None:
         """Restore each module's own `forward`. Safe to call twice."""
-        for module in self._modules:
+        for module in self._overridden:
             _remove_override(module)
-        self.formats, self._modules = {}, []
+        self.formats, self._overridden = {}, []
 
     def __exit__(self, *exc_info: object) -> None:
         self.remove()
