@@ -145,7 +145,14 @@ def test_everything_is_put_back(given: bool, error: Any) -> None:
 
 
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
-    (network, {"steps": 0}, "in 0 watched steps"),
+    (network, {"steps": 0}, r"no batches \(steps=0\)"),
+    (network, {"batches": []}, r"no batches \(steps=8\)"),
+    (
+        network,
+        {"loss_fn": torch.optim.SGD(network().parameters())},
+        r"loss_fn\(model, batch\): 'SGD'.*Pass lambda",
+    ),
+    (network, {"loss_fn": lambda batch: batch}, r"takes 1 positional argument.*Pass lambda model, batch"),
     (
         network,
         {"loss_fn": lambda model, one: model(one[0])},

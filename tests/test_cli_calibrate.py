@@ -176,7 +176,7 @@ WRONG: list[tuple[dict[str, Any], str, list[str]]] = [
     ({}, "--precision nvfp5", ["Did you mean 'nvfp4'"]),
     ({"loss": "nan"}, "--steps 2", ["the loss is nan at step 0"]),
     ({"crash": True}, "", ["exit status 1 in FP32. Its output ended:\nTraceback"]),
-    ({"largest": 0.0}, "--steps 1", ["in 1 watched steps no gradient was finite and not 0"]),
+    ({"largest": 0.0}, "--steps 1", ["in 1 watched step no gradient was finite and not 0"]),
     ({"ranges": False, "say": "Compiled."}, "--json",
      ["the script made 20 updates", "not LBFGS", "mezzo.calibrate(", "Compiled."]),
 ]  # fmt: skip

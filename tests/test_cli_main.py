@@ -119,6 +119,10 @@ WRONG: list[tuple[str, str]] = [
     ("batch-size --vary --batch train.py -- --epochs 1", " --vary=--batch train.py -- --epochs 1\n"),
     ("batch-size train.py --vary", "--vary: expected one argument\n"),
     ("compare --metric --seeds 3 train.py", "--metric: expected one argument\n"),
+    (
+        "compare --margin -1% train.py",
+        "--margin: '-1%' is not a share of the loss between 0 and 1. Examples: ",
+    ),
     ("batch-size train.py --batch 8", "mezzo batch-size train.py --vary=--batch"),
     ("run --seeds 3 train.py", "an option of mezzo compare"),
     (
@@ -146,7 +150,8 @@ WRONG: list[tuple[str, str]] = [
     *((f"{verb} train.py --epochs 3", AFTER.format(verb)) for verb in ("calibrate", "compare")),
     (
         "compare --seeds 3 --precision bf16 train.py --precision=bf16 --seeds 5 --epochs 3",
-        ": mezzo compare train.py --precision=bf16 --seeds 5 -- --epochs 3\n",
+        ": mezzo compare --seeds 3 --precision bf16 train.py -- --precision=bf16 --seeds 5 --epochs 3. For Mezzo: "
+        "mezzo compare --precision=bf16 --seeds 5 train.py -- --epochs 3\n",
     ),
     ("compare train.py --presicion=bf16", "Did you mean --precision?"),
     ("compare", "SCRIPT, --demo NAME and -m MODULE; received none"),
@@ -276,6 +281,12 @@ REFUSED = {
     "-m p.train --epochs 3": "mezzo it -m p.train -- --epochs 3",
     "--epochs 3 t.py": "mezzo it t.py -- --epochs 3",
     "--seeds 3 t.py --seeds 8": "mezzo it --seeds 3 t.py -- --seeds 8. For Mezzo: mezzo it --seeds 8 t.py",
+    "--seeds 3 t.py a --lr 1 --seeds 8": "mezzo it --seeds 3 t.py -- a --lr 1 --seeds 8. "
+    "For Mezzo: mezzo it --seeds 8 t.py -- a --lr 1",
+    "--seeds 3 -m t a --seeds 8 -- b": "mezzo it --seeds 3 -m t -- a --seeds 8 b. "
+    "For Mezzo: mezzo it -m t --seeds 8 -- a b",
+    "--lr 1 --seeds 3 t.py --seeds 8": "mezzo it --seeds 3 t.py -- --lr 1 --seeds 8. "
+    "For Mezzo: mezzo it --seeds 8 t.py -- --lr 1",
 }
 
 

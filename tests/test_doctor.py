@@ -227,7 +227,7 @@ WRONG = {  # names of GPUs -> what is said
     "T5": "mezzo doctor: unknown GPU 'T5'. Use NVIDIA's GTX 10, ",
     "H10": "Did you mean 'H100'?",
     "RTX 300": "Did you mean 'RTX 30'?",
-    "MI300X": "leave --gpu out: mezzo doctor\n",
+    "MI300X": "AMD's GPUs are not listed: PyTorch for ROCm calls them cuda, too",
     **{number: f"mezzo doctor --gpu {number}.0\n" for number in ("7", "9", "10", "12")},
     "0": "leave --gpu out: mezzo doctor\n",
     **dict.fromkeys(("Tesla M40", "", "RTX", "GTX 980", "RTX 2050", "4.0"), "mezzo doctor --gpu 8.6"),

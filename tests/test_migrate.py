@@ -321,7 +321,7 @@ def test_an_autocast_that_is_off_without_cuda_until_it_is_mezzos_is_noted(
 
 def test_a_reason_is_told_once_with_all_its_lines(tmp_path: Path, capsys: Output) -> None:
     script = tmp_path / "t.py"
-    uses = "with torch.autocast('cuda'): pass\n" * 2
+    uses = "with torch.autocast('cuda'), torch.autocast('cpu'): pass\n" * 2
     script.write_text(f"import torch\nisinstance(x, torch.autocast)\n{uses}f = torch.set_autocast_enabled\n")
     main(["migrate", str(script)])
     first, second, last = capsys.readouterr().err.splitlines()

@@ -84,6 +84,27 @@ def test_each_module_runs_in_its_own_format(net, spec, expected):
     assert net.products == [BF16] * 3
 
 
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda net: torch.compile(net, backend="eager"),
+        lambda net: nn.DataParallel(torch.compile(net, backend="eager")),
+        lambda net: setattr(net, "blocks", torch.compile(net.blocks, backend="eager")) or net,
+    ],
+    ids=["compiled", "in DataParallel", "a part compiled"],
+)
+def test_patterns_are_paths_without_wrappers(net, wrapped):
+    inner = {"blocks.1": net.blocks[1], "head": net.head}
+    model = wrapped(net)
+    with apply_module_overrides(model, policy("bf16,module.blocks.1=fp32,module.head=fp32"), "cpu") as found:
+        assert found.formats == dict.fromkeys(inner, "fp32")
+        assert all("forward" in module.__dict__ for module in inner.values())
+    assert not any("forward" in module.__dict__ for module in inner.values())
+    last = [name for name, _ in net.blocks.named_parameters(prefix="blocks")][:2]
+    assert len(mezzo.lower_weights(model, "bf16,module.blocks.1=fp32", keep=last)) == 2
+    assert len(mezzo.optim.muon_groups(model)[0]["params"]) == 2
+
+
 def test_autocast_refuses_module_patterns_until_they_are_applied_to_a_model(tmp_path, net):
     text, file = "bf16,module.hea*=fp32", tmp_path / "policy.toml"
     chosen = policy(text)

@@ -175,7 +175,7 @@ REFUSED = [
     ("fp8,scaling=tensorwide", "'tensorwide'.*Did you mean 'tensorwise'"),
     ("bf16,op.linear=fp8", "unknown rule .fp8.*internal_fp32.*op.linear=lower"),
     ("bf16,params=fp32,masters=split", r"Leave masters out, or .*params=bf16"),
-    ("fp16,masters=split", r"bf16 only\. In fp16 use masters=fp32"),
+    ("fp16,masters=split", r"bf16 only\. Use bf16, or masters=fp32 in mezzo\.MixedPrecision"),
     ("auto,masters=split", r"compute=bf16, or params=bf16"),
     ("bf16,op.nn.functional.sofmax=fp32", r"unknown op 'nn.functional.sofmax'.*'softmax'\?.*mylib::"),
     ("bf16,op.softmax=fp32,op.aten::softmax=lower", "op.softmax is given twice"),

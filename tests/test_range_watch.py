@@ -383,6 +383,12 @@ def test_ratios_of_large_parameters_are_zero_where_nothing_moved_and_infinite_fr
     assert row.histogram == Histogram(-1, [2 * size], zeros=2 * size, infinities=size, largest=0.5)
 
 
+def test_ratios_of_complex_weights_are_those_of_their_magnitudes() -> None:
+    watch = watched_step(torch.tensor([[3 + 4j]]), torch.tensor([[3j]]), 1.0)
+    (row,) = (row for row in watch.rows if row.what == "update ratio")
+    assert row.histogram == Histogram(-1, [1], largest=pytest.approx(0.6))
+
+
 def test_compiled_insides_are_left_out_and_said_so_once() -> None:
     inner = nn.Sequential(nn.Linear(6, 4), nn.ReLU())
     model = nn.Sequential(torch.compile(inner, backend="eager"), nn.Linear(4, 2))

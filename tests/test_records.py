@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from mezzo.core import records
 from mezzo.core.errors import UsageError
 from mezzo.core.records import from_line, read, to_line
+from mezzo.runner import lifecycle
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(-1e300, 1e300) | st.text(),
@@ -127,3 +128,21 @@ def test_a_forked_child_writes_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     writer.write(records.MemoryRecord(6, "tensor bytes"))
     writer.close()
     assert list(read(path)) == [records.MemoryRecord(6, "tensor bytes")]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+@pytest.mark.parametrize("needed", [False, True])
+def test_a_full_disk_ends_the_records_and_only_a_run_that_needs_them(
+    needed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records.RecordWriter, "needed", False)
+    if needed:
+        request = tmp_path / "request.json"
+        request.write_text(lifecycle.RunRequest("train.py").to_json())
+        assert lifecycle.main([str(request)], lambda request: 0, "test") == 0
+    writer = records.RecordWriter(Path("/dev/full"))
+    lost = "/dev/full: No space left on device. Training goes on"
+    with pytest.raises(OSError, match="No space") if needed else pytest.warns(UserWarning, match=lost):
+        writer.write(records.MemoryRecord(5, "tensor bytes"))
+    writer.write(records.MemoryRecord(6, "tensor bytes"))
+    del writer  # its finalizer does not try again

@@ -82,6 +82,13 @@ def test_weights_and_states_are_stored_as_the_policy_says(
         assert f"mezzo: {ran.of('end')[0].notes[-1]}" in ran.err
 
 
+def test_patterns_name_the_modules_inside_a_compiled_part(launch: Any) -> None:
+    source = "model = nn.Sequential(torch.compile(model, backend='eager'))" + PLAIN
+    ran = launch(source, policy="bf16,params=bf16,module.0.3=fp32").ok
+    assert ran.lines[0] == STORED[-1][1]
+    assert STORED[-1][3] in ran.notes
+
+
 def plain(optimizer: str, before: str = "") -> str:
     """A script that makes an optimizer, trains with it and shows the weights' formats."""
     return f"{before}\noptimizer = {optimizer}\ntrain(optimizer)\nshow(*model.parameters())"

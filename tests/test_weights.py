@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import mezzo
 from alive import bytes_alive
@@ -161,7 +162,8 @@ def test_the_peak_is_the_model_and_one_parameter() -> None:
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str, list[str]]] = {
     "lazy": (lambda: nn.LazyLinear(3), "bf16", ["'second.weight'", "lazy"]),
     "meta": (lambda: nn.Linear(2, 2, device="meta"), "bf16", ["'second.weight'", "meta", "to_empty"]),
-    "fp16's range": (lambda: filled(-7e4), "fp16", ["70000", "65504", "keep=['second.weight']"]),
+    "fp16's range": (lambda: filled(-7e4), "fp16", ["70000", "65504", "module.second=fp32"]),
+    "a trainable subclass": (lambda: quantized(), "bf16", ["TwoTensor", "module.second=fp32"]),
     "bf16's range": (lambda: filled(3.4e38), "bf16", ["'second.weight'", "3.4e+38", "bf16"]),
     "no 16 bits": (lambda: nn.Linear(2, 2), "fp32", ["'fp32'", "bf16, fp16"]),
     "8 bits": (lambda: nn.Linear(2, 2), "fp8", ["'fp8'", "bf16, fp16"]),
@@ -170,10 +172,23 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str, list[str]]] = {
 }
 
 
+def quantized(*, trains: bool = True) -> nn.Module:
+    layer = nn.Linear(2, 2)
+    layer.weight = nn.Parameter(TwoTensor(torch.ones(2, 2), torch.ones(2, 2)), requires_grad=trains)
+    return layer
+
+
 def filled(value: float) -> nn.Module:
     layer = nn.Linear(2, 2)
     nn.init.constant_(layer.weight, value)
     return layer
+
+
+def test_frozen_quantized_parameters_are_left_alone() -> None:
+    model = nn.Sequential(quantized(trains=False), nn.Linear(2, 2))
+    before = model[0].weight.data
+    assert lower_weights(model) == ["0.bias", "1.weight", "1.bias"]
+    assert model[0].weight.data is before or torch.equal(model[0].weight.a, before.a)
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")

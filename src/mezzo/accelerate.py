@@ -24,7 +24,7 @@ from mezzo.core.version import library
 from mezzo.pytorch.autocast import modules
 from mezzo.pytorch.autocast.context import Context, context_of
 from mezzo.pytorch.grad_scaler import GradScaler
-from mezzo.pytorch.monitor.module_paths import unwrapped
+from mezzo.pytorch.monitor.module_paths import unwrapped, walk
 from mezzo.pytorch.optim.adopt import extend
 from mezzo.pytorch.step import parameters
 from mezzo.pytorch.trainer_step import TrainerStep
@@ -134,7 +134,7 @@ class Precision(TrainerStep):
 
     def apply(self, models: Sequence[nn.Module], *, stores: bool = True) -> None:
         """Let models compute by the policy, and store their weights as the policy says, if it `stores`."""
-        self._paths.update(path for model in models for path, _ in model.named_modules())
+        self._paths.update(path for model in models for path, _ in walk(model, inside=True))
         for pattern, _ in self.policy.modules if models and stores else ():
             if not any(matches(pattern, path) for path in self._paths):
                 raise modules.no_such_module(pattern, sorted(self._paths), "the prepared models")

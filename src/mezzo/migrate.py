@@ -126,7 +126,7 @@ class _Plan:
             self._decide(use, uses[use])
         for use, imported, edits in self._changed:
             if line := next((self._stay[name] for name in imported if name in self._stay), None):
-                self._leave(use, f"line {line} needs the import as it is", f"change line {line} first")
+                self._leave(use, f"line {line} needs the import as it is", "change that line first")
             else:
                 self.edits += edits
         for statement in matchers.findall(wrapper, matchers.Import() | matchers.ImportFrom()):

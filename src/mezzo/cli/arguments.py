@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from mezzo.core.commands import folded, run_words, say
 from mezzo.core.errors import UsageError, unknown_name
@@ -44,8 +44,13 @@ class Parser(argparse.ArgumentParser):
         elif message.endswith("expected one argument"):
             option = message.removeprefix("argument ").partition(":")[0].split("/")[-1]
             before, _, after = shlex.join(self.words).partition(f"{option} ")
-            if after and after.split()[0] not in self._option_string_actions:
+            if after and (value := shlex.split(after)[0]) not in self._option_string_actions:
                 fix = f". A value that begins with a dash is joined with =: {self.prog} {before}{option}={after}"
+                reader: Any = self._option_string_actions[option].type or str
+                try:
+                    reader(value)
+                except argparse.ArgumentTypeError as error:
+                    message, fix = f"argument {option}: {error}", ""
         say(self.format_usage().rstrip())
         raise UsageError(message + fix)
 
@@ -68,19 +73,23 @@ class Parser(argparse.ArgumentParser):
             self.error(f"{rest[0]}: the code must be in a file. Save it as train.py: {self.prog} train.py")
         elif rest and (named or (rest[0].startswith("-") and rest[0] != "-")):
             found = (at for at, word in enumerate(head) if word[-3:] == ".py" or head[at - 1 : at] == ["-m"])
-            at = len(head) if named else next(found, 1)
+            at = 0 if named else next(found, 1)
             script = [] if named else head[at : at + 1] or ["train.py"]
-            end = at + 1 if owns_rest else len(head)
-            (mine, others), (after, more) = self.split(head[:at]), self.split(head[at + 1 : end])
-            self._refuse([*others, *more], [*ours, *mine, *script, *after], [*head[end:], *tail])
+            begin = at + len(script)
+            end = begin if owns_rest else len(head)
+            (mine, others), (after, more) = self.split(head[:at]), self.split(head[begin:end])
+            tail = [*head[end:], *tail]
+            self._refuse_both([*ours, *mine], script, [*others, *head[begin:end]], tail)
+            self._refuse([*others, *more], [*ours, *mine, *script, *after], tail)
         elif rest:
             mine, others = self.split(head[1:])
             if owns_rest:
                 mine = mine if cut is not None and not others else []
             elif others and (cut is not None or mine or not ours):
+                self._refuse_both(ours, rest[:1], head[1:], tail)
                 self._refuse(others, [*ours, rest[0], *mine], tail)
             elif cut is None:
-                self._refuse_both(ours, rest[0], mine)
+                self._refuse_both(ours, rest[:1], mine)
             if mine or cut == 1:
                 del rest[1 : 1 + len(mine) + (cut is not None)]
             ours += mine
@@ -118,17 +127,22 @@ class Parser(argparse.ArgumentParser):
             kept = {other: one for other, one in kept.items() if other not in against} | {name: item}
         return [word for item in kept.values() for word in item]
 
-    def _refuse_both(self, ours: Sequence[str], script: str, after: Sequence[str]) -> None:
+    def _refuse_both(
+        self, ours: Sequence[str], script: Sequence[str], after: Sequence[str], more: Sequence[str] = ()
+    ) -> None:
         """Refuse options after the script that it may have, too: its text has them, or Mezzo's came before it."""
-        text = Path(script).read_text(errors="replace") if Path(script).is_file() else ""
-        for action, item in self.items(after):
+        name = "".join(script)
+        text = Path(name).read_text(errors="replace") if Path(name).is_file() else ""
+        mine, others = self.split(after)
+        for action, item in self.items(mine):
             option = item[0].partition("=")[0]
             if action in [one for one, _ in self.items(ours)] or re.search(rf"[\"']{option}[\"'/]", text):
-                to_script = shlex.join([*ours, script, "--", *after])
-                to_mezzo = shlex.join([*self.once([*ours, *after]), script])
+                to_script = shlex.join([*ours, *script, "--", *after, *more])
+                its = ["--", *others, *more] if others or more else []
+                to_mezzo = shlex.join([*self.once([*ours, *mine]), *script, *its])
                 self.error(
-                    f"{option} may be Mezzo's or that of {script}. For the script: {self.prog} {to_script}. "
-                    f"For Mezzo: {self.prog} {to_mezzo}"
+                    f"{option} may be Mezzo's or that of {name or 'the script'}. For the script: {self.prog} "
+                    f"{to_script}. For Mezzo: {self.prog} {to_mezzo}"
                 )
 
     def _near(self, words: Sequence[str]) -> str:

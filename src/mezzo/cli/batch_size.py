@@ -172,7 +172,7 @@ def _trial(script: str, size: int, finished: FinishedRun, status: int) -> Trial:
     if finished.memory is None or not times.size:
         notes = f" ({'; '.join(finished.notes)})" if finished.notes else ""
         raise ScriptError(
-            f"{script} ended after {finished.steps} steps, too few to measure{notes}. Let it train longer: more "
-            "epochs, or a smaller --start."
+            f"{script} ended after {finished.steps} step{'s' * (finished.steps != 1)}, too few to measure{notes}. "
+            "Let it train longer: more epochs, or a smaller --start."
         )
     return Trial(size, True, finished.memory.peak_bytes, size / float(np.median(times)))

@@ -184,10 +184,11 @@ def _rows(one: Mapping[str, Any], metric: str) -> list[tuple[str, str, str]]:
             ("90 % interval", "", shown(f"{what}_gap_interval", "{0[0]:+.2g} to {0[1]:+.2g}")),
             (f"{what} margin", "", shown(margin, "±{:.3g}")),
         ]
+    runs = f"{one['seeds']} x {one['steps']} step{'s' * (one['steps'] != 1)}"
     return [
         *rows,
         ("speed", "1.00x" if one["speedup"] else "", speed),
         ("peak memory", size(one["fp32_peak_memory_bytes"]), memory),
-        ("runs", "", f"{one['seeds']} x {one['steps']} steps" if one["steps"] else MISSING),
+        ("runs", "", runs if one["steps"] else MISSING),
         ("skipped steps", "", str(one["skipped_steps"]) if one["steps"] else MISSING),
     ]

@@ -131,7 +131,8 @@ def _memory(ratio: float | None) -> str:
 def _speed(one: Candidate, request: Request) -> str:
     speed, interval = one["speedup"], one["speedup_interval"]
     if speed is None:
-        short = f" ({one['steps']} steps; {FEWEST_FOR_SPEED} needed)" * (one["steps"] < FEWEST_FOR_SPEED)
+        steps = f"{one['steps']} step{'s' * (one['steps'] != 1)}"
+        short = f" ({steps}; {FEWEST_FOR_SPEED} needed)" * (one["steps"] < FEWEST_FOR_SPEED)
         return f"speed not measured{short}"
     if interval[0] > 1 / SAME and interval[1] < SAME:
         return "same speed"

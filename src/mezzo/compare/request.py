@@ -232,7 +232,8 @@ def candidates(words: Sequence[str], by: str = "pytorch") -> tuple[tuple[str, ..
         if is_fp32:
             remarks.append(f"{name} is the baseline, which always runs; it is not listed as a candidate.")
         elif fingerprint in kept:
-            remarks.append(f"{name} is the same as {kept[fingerprint]}; it runs once.")
+            same = "was named twice" if name == kept[fingerprint] else f"is the same as {kept[fingerprint]}"
+            remarks.append(f"{name} {same}; it runs once.")
         else:
             kept[fingerprint] = name
     if not kept:

@@ -266,5 +266,5 @@ def run_to_end(command: Sequence[str], request: RunRequest, told: Watcher) -> tu
     failed = f"killed by signal {-status}" if status < 0 else f"failed with exit status {status}"
     if run.own is not None:
         failed = "stopped, since the script has its own mixed precision"
-    told.end(f"{run.steps} steps" if run.succeeded else failed, goes_on=run.succeeded)
+    told.end(f"{run.steps} step{'s' * (run.steps != 1)}" if run.succeeded else failed, goes_on=run.succeeded)
     return run, status

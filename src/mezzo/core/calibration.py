@@ -228,8 +228,8 @@ class Recommendation:
 
     def to_toml(self) -> str:
         """The policy as a file that `mezzo.policy` reads, below comments with the reasons."""
-        head = [f"Recommended by mezzo calibrate from {self.steps} steps in FP32.", *self.plain]
-        return "".join(f"# {line}\n" for line in head) + policy_of(self.policy).to_toml()
+        head = f"Recommended by mezzo calibrate from {self.steps} step{'s' * (self.steps != 1)} in FP32."
+        return "".join(f"# {line}\n" for line in [head, *self.plain]) + policy_of(self.policy).to_toml()
 
     def __repr__(self) -> str:
         return f"Recommendation({self.policy!r}, steps={self.steps})"
@@ -290,7 +290,7 @@ def recommend(
         )
     source = max(gradients, key=lambda one: one.histogram.largest, default=None)
     if source is None or source.histogram.largest == 0:
-        steps = f"in {len(records)} watched steps"
+        steps = f"in {len(records)} watched step{'s' * (len(records) != 1)}"
         raise UsageError(f"nothing to calibrate with: {steps} no gradient was finite and not 0")
     constant, start = _scales(source.histogram.largest)
     kept = _kept(tensors, start, sensitivity, {one.name for one in formats if one.bits < 16})

@@ -47,7 +47,10 @@ def storage_of(compute: str, params: str, masters: str) -> tuple[str, str]:
             f"{where}an FP32 parameter is its own master. Leave masters out, or store parameters in 16 bits: "
             "params=bf16."
         )
-    raise UsageError(f"{where}{masters} masters exist for bf16 only. In fp16 use masters=fp32.")
+    raise UsageError(
+        f"{where}{masters} masters exist for bf16 only. Use bf16, or masters=fp32 in mezzo.MixedPrecision (mezzo run "
+        "can't train fp16 weights)."
+    )
 
 
 def bytes_per_parameter(params: str, masters: str, state: str, *, moments: int = 2) -> float:

@@ -10,10 +10,12 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import IO, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 from weakref import finalize
 
 from mezzo.core.errors import UsageError
@@ -245,21 +247,45 @@ def strict(value: Any) -> Any:
 
 
 class RecordWriter:
-    """Appends records to a file, flushing each line. A forked child (a DataLoader worker) writes nothing."""
+    """Appends records to a file, flushing each line. A forked child (a DataLoader worker) writes nothing.
+
+    A write that fails, as on a full disk, is the last one. It warns, so that the training goes on.
+    """
+
+    needed: ClassVar[bool] = False  # whether this process trains only for its records: a failed write raises
 
     def __init__(self, path: Path, mode: str = "w") -> None:
-        self._file: IO[str] = path.open(mode, encoding="utf-8", buffering=1)
-        self._pid = os.getpid()
+        self._begin(path, path.open(mode, encoding="utf-8", buffering=1))
         finalize(self, self._file.close)
+
+    def _begin(self, place: str | os.PathLike[str], file: Any) -> None:
+        self._place, self._file, self._closed, self._pid = os.fspath(place), file, False, os.getpid()
 
     def write(self, record: Record) -> None:
         """Append one record."""
-        if os.getpid() == self._pid and not self._file.closed:
-            self._file.write(to_line(record) + "\n")
+        if os.getpid() == self._pid and not self._closed:
+            self._or_warn(self._append, record)
 
     def close(self) -> None:
-        """Close the file; later writes are dropped."""
-        self._file.close()
+        """Write what is still in memory and close the file; later writes are dropped."""
+        if os.getpid() == self._pid and not self._closed:
+            self._closed = True
+            self._or_warn(self._file.close)
+
+    def _append(self, record: Record) -> None:
+        self._file.write(to_line(record) + "\n")
+
+    def _or_warn(self, write: Callable[..., None], *given: Record) -> None:
+        try:
+            write(*given)
+        except OSError as error:
+            self._closed = True
+            with suppress(OSError):  # it tries to write again
+                self._file.close()
+            if self.needed:
+                raise
+            lost = f"{error.strerror or error}. Training goes on, but no more records are written."
+            warnings.warn(f"{self._place}: {lost}", stacklevel=3)
 
 
 def writer_of(given: Any, where: str, mode: str = "w") -> RecordWriter | None:

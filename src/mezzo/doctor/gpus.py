@@ -122,7 +122,8 @@ def find(name: str) -> tuple[GpuModel, ...]:
     raise UnknownNameError(
         f"unknown GPU {name!r}.{did_you_mean(name, known, 0.7)} Use NVIDIA's {', '.join(known)},\n"
         f"or the compute capability: mezzo doctor --gpu {f'{bare[0]}.0' if bare else 8.6}\n"
-        "On the machine that has the GPU, leave --gpu out: mezzo doctor\ndeveloper.nvidia.com/cuda-gpus has a table."
+        "On the machine that has the GPU, leave --gpu out: mezzo doctor\ndeveloper.nvidia.com/cuda-gpus has a table. "
+        "AMD's GPUs are not listed: PyTorch for ROCm calls them cuda, too, but Mezzo was not tested on them."
     )
 
 

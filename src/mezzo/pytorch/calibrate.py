@@ -23,6 +23,8 @@ from mezzo.pytorch.sensitivity import STEPS, Sensitivities
 from mezzo.pytorch.snapshot import Snapshot
 from mezzo.pytorch.training.observers import Observers
 
+_LOSS_FN = "lambda model, batch: model(batch).square().mean()"
+
 
 @checks_keywords
 def calibrate(
@@ -93,12 +95,17 @@ def calibrate(
         with torch.enable_grad():
             for index, batch in enumerate(islice(batches, steps)):
                 model.zero_grad()
-                loss = loss_fn(model, batch)
+                try:
+                    loss = loss_fn(model, batch)
+                except TypeError as error:
+                    if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                        raise  # by a line of `loss_fn`
+                    raise UsageError(f"loss_fn(model, batch): {error}. Pass {_LOSS_FN}") from error
                 if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
                     told = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
                     raise UsageError(
                         f"loss_fn returned a {type(loss).__name__}{told}: it must return a scalar tensor that depends "
-                        "on the parameters, such as lambda model, batch: model(batch).square().mean()"
+                        f"on the parameters, such as {_LOSS_FN}"
                     )
                 observing.backward_begins(loss, 1.0)
                 loss.backward()
@@ -110,6 +117,11 @@ def calibrate(
     finally:
         observing.undo()
         snapshot.restore()
+    if not records:
+        raise UsageError(
+            f"there were no batches (steps={steps}). Pass a list or a DataLoader that is not empty; a generator that "
+            "was read to its end has none left"
+        )
     native = native_formats(device.type)
     return recommend(records, native=native, format=format, ranked=formats, margin=margin)
 

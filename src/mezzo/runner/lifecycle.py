@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from mezzo.core.commands import run_command, say
 from mezzo.core.errors import MezzoError, UsageError
-from mezzo.core.records import RunStarted
+from mezzo.core.records import RecordWriter, RunStarted
 from mezzo.runner import children, script
 from mezzo.runner.journal import Journal, of_rank
 
@@ -282,6 +282,7 @@ def main(words: list[str], run: Callable[[RunRequest], int], module: str) -> int
     if len(words) != 1:
         print(f"usage: python -m {module} REQUEST.json", file=sys.stderr)
         return 2
+    RecordWriter.needed = True
     parent, rank = int(os.environ.pop(PARENT, 0)), rank_here()
     if parent and rank is not None:  # torchrun's agent is in between
         children.end_with(parent)

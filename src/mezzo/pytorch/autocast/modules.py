@@ -30,21 +30,22 @@ from mezzo.core.records import EMULATED, IN_NO_LAYER
 from mezzo.pytorch.autocast import active_policy
 from mezzo.pytorch.autocast.context import applied, context_of, default_device_type
 from mezzo.pytorch.dtypes import SIXTEEN_BITS
+from mezzo.pytorch.monitor.module_paths import joined, walk
 from mezzo.pytorch.nested import changed
 
 
 class ModuleOverrides(AbstractContextManager["ModuleOverrides"]):
     """The overrides that `apply_module_overrides` set: ``formats`` by module path. Leaving it removes them."""
 
-    def __init__(self, model: nn.Module, formats: Mapping[str, str]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], formats: Mapping[str, str]) -> None:
         self.formats = dict(formats)
-        self._model = model
+        self._overridden = [modules[path] for path in formats]
 
     def remove(self) -> None:
         """Restore each module's own `forward`. Safe to call twice."""
-        for path in self.formats:
-            _remove_override(self._model.get_submodule(path))
-        self.formats = {}
+        for module in self._overridden:
+            _remove_override(module)
+        self.formats, self._overridden = {}, []
 
     def __exit__(self, *exc_info: object) -> None:
         self.remove()
@@ -54,27 +55,28 @@ def apply_module_overrides(
     model: nn.Module, policy: Policy, device_type: str | None = None
 ) -> ModuleOverrides:
     """Inside the policy's contexts, run each module that one of its patterns matches in that pattern's format."""
-    paths = [path for path, _ in model.named_modules()]
+    modules: dict[str, nn.Module] = {}
+    for path, module in walk(model, inside=True):
+        modules.setdefault(path, module)  # a wrapper comes before what it wraps
     for pattern, _ in policy.modules:
-        if not any(matches(pattern, path) for path in paths):
-            raise no_such_module(pattern, paths)
-    formats = {path: found for path in paths if (found := policy.format_for_module(path)) is not None}
+        if not any(matches(pattern, path) for path in modules):
+            raise no_such_module(pattern, modules)
+    formats = {path: found for path in modules if (found := policy.format_for_module(path)) is not None}
     device = default_device_type() if device_type is None else device_type
     for path, fmt in formats.items():
-        module = model.get_submodule(path)
-        _remove_override(module)
+        _remove_override(modules[path])
         # With its patterns: an overridden module inside this one is active where any policy is.
         inner = policy.of_module(fmt)
         if policy.compute in QUANTIZED and fmt not in QUANTIZED:
             # Not those of quantized modules, else it would be a policy that quantizes these alone (`noting_table`).
             # An FP32 lookup is the same in a bf16 context, which notes the weight; autocast is off in an FP32 one.
-            low = "bf16" if type(module) is nn.Embedding else fmt
+            low = "bf16" if type(modules[path]) is nn.Embedding else fmt
             inner = inner.with_modules(
                 low, tuple(pair for pair in policy.modules if pair[1] not in QUANTIZED)
             )
-        module.forward = override = _Override(module, inner, device)
+        modules[path].forward = override = _Override(modules[path], inner, device)
         applied[override] = policy.modules
-    return ModuleOverrides(model, formats)
+    return ModuleOverrides(modules, formats)
 
 
 class _Override:
@@ -131,14 +133,9 @@ def to_fp32(value: Any) -> Any:
     return changed(value, lambda t: t.float() if isinstance(t, Tensor) and t.dtype in SIXTEEN_BITS else t)
 
 
-def joined(path: str, name: str) -> str:
-    """A path and a name below it; either may be empty."""
-    return f"{path}.{name}" if path and name else path or name
-
-
 def fitting(policy: Policy, model: torch.nn.Module) -> Policy:
     """The policy with only those patterns that match a module of this model."""
-    paths = [path for path, _ in model.named_modules()]
+    paths = [path for path, _ in walk(model, inside=True)]
     found = tuple(pair for pair in policy.modules if any(matches(pair[0], path) for path in paths))
     return policy if found == policy.modules else policy.with_modules(policy.compute, found)
 
@@ -167,7 +164,7 @@ def _tied(model: nn.Module) -> dict[str, str]:
 
 def _tables(model: nn.Module) -> dict[int, str]:
     """The path of each embedding, by its weight."""
-    named = model.named_modules()
+    named = walk(model, inside=True)
     return {id(module.weight): path for path, module in named if isinstance(module, nn.Embedding)}
 
 
@@ -217,7 +214,7 @@ def last_blocks_of(model: nn.Module, share: float) -> list[str]:
     """
     found: list[str] = []
     longest = 0
-    for path, module in model.named_modules() if share else ():
+    for path, module in walk(model, inside=True) if share else ():
         children = module.named_children() if isinstance(module, (nn.ModuleList, nn.Sequential)) else ()
         is_inside = any(f"{path}.".startswith(f"{block}.") for block in found)
         for kind, run in itertools.groupby(
@@ -249,7 +246,7 @@ def described(policy: Policy, model: nn.Module) -> list[str]:
         wide = dict.fromkeys(heads_of(model), "the head")
     last = last_blocks_of(model, share)
     for block in last:
-        inner = (name for name, _ in model.get_submodule(block).named_modules(prefix=block))
+        inner = (path for path, _ in walk(model, inside=True) if f"{path}.".startswith(f"{block}."))
         wide.update(dict.fromkeys(inner, "one of the last blocks"))
     for name, path, layer, sizes in _linear_layers(model):
         tied = tables.pop(id(getattr(layer, "weight", None)), None) is not None
@@ -280,7 +277,7 @@ def described(policy: Policy, model: nn.Module) -> list[str]:
 def _batched(model: nn.Module) -> Iterator[tuple[str, str, torch.Size]]:
     """Parameters that batched or grouped products multiply: of three dimensions, and not a convolution's."""
     apart = (nn.Conv1d, nn.ConvTranspose1d, ParametrizationList)
-    for path, module in model.named_modules():
+    for path, module in walk(model, inside=True):
         for name, parameter in () if isinstance(module, apart) else module.named_parameters(recurse=False):
             if not is_lazy(parameter) and parameter.dim() == 3 and parameter.shape[0] > 1:
                 yield path, name, parameter.shape
@@ -332,7 +329,7 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[str, str, nn.Module, tupl
     The projections of `nn.MultiheadAttention`, which calls none of its own modules, have the names of their weights.
     """
     attention: set[nn.Module] = set()
-    for path, module in model.named_modules():
+    for path, module in walk(model, inside=True):
         if isinstance(module, nn.MultiheadAttention):
             attention.update(module.modules())
             for name, weight in module.named_parameters():

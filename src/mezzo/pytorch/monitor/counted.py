@@ -20,9 +20,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from mezzo.core.overflow import OUTSIDE
 from mezzo.core.ranges import BINS, INFINITE, NAN, WHAT, ZERO, Histogram, RangeRow
 from mezzo.pytorch import distributed
-from mezzo.pytorch.autocast.modules import joined
 from mezzo.pytorch.dtypes import SIXTEEN_BITS, name_of
 from mezzo.pytorch.kernels.plain import PLAIN, is_dense
+from mezzo.pytorch.monitor.module_paths import joined
 from mezzo.pytorch.nested import tensors
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.snapshot import version_of
@@ -299,4 +299,4 @@ def ratios(before: Tensor, after: Tensor) -> Iterable[Tensor]:
         base = old[start : start + BLOCK].to(wide)
         moved = new[start : start + BLOCK].to(wide) - base
         still = moved == 0
-        yield moved.abs_().div_(base.abs()).masked_fill_(still, 0)
+        yield moved.abs().div_(base.abs()).masked_fill_(still, 0)

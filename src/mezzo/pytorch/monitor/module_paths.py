@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from mezzo.pytorch.autocast.modules import joined
-
 # A wrapper keeps what it wraps under one of these names: torch.compile, FSDP, torch's CheckpointWrapper.
 _WRAPPED = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
+def joined(path: str, name: str) -> str:
+    """A path and a name below it; either may be empty."""
+    return f"{path}.{name}" if path and name else path or name
 
 
 def paths(model: nn.Module, *, every: bool = False) -> dict[str, nn.Module]:
@@ -82,6 +85,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
             model = model.module
         else:
             return model
+
+
+def unwrapped_path(path: str) -> str:
+    """A path, or a parameter's name, without the names of wrappers, except for data parallelism's."""
+    return ".".join(name for name in path.split(".") if name not in _WRAPPED)
 
 
 @contextmanager

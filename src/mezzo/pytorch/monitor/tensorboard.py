@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
 
 from mezzo.core import records
 from mezzo.core.errors import UsageError, checks_keywords
@@ -53,43 +52,38 @@ class TensorBoardWriter(RecordWriter):
             with _without_tensorflow():
                 from torch.utils.tensorboard import SummaryWriter
 
-                self._events: Any = SummaryWriter(os.fspath(own_path(logdir)))
+                folder = own_path(logdir)
+                self._begin(folder, SummaryWriter(os.fspath(folder)))
         except ImportError as error:
             raise UsageError(
                 f"TensorBoardWriter needs the package tensorboard, which can't be imported ({error}). Install it: "
                 "pip install tensorboard"
             ) from error
         self._also = writer_of(own_path(also), "TensorBoardWriter: also")
-        self._pid = os.getpid()
         self._zero = time.time()
-        self._closed = False
         self._last = 0
 
     def write(self, record: Record) -> None:
         """Write one record."""
-        if os.getpid() != self._pid or self._closed:
-            return
         if self._also is not None:
             self._also.write(record)
-        self._record(record)
+        super().write(record)
 
     def close(self) -> None:
         """Write what is still in memory and close the files; later writes are dropped."""
-        if not self._closed and os.getpid() == self._pid:
-            self._closed = True
-            self._events.close()
-            if self._also is not None:
-                self._also.close()
+        super().close()
+        if self._also is not None:
+            self._also.close()
 
     def _scalar(self, tag: str, value: float, step: int, at: float) -> None:
-        self._events.add_scalar(_utf8(tag), value, step, walltime=self._zero + at)
+        self._file.add_scalar(_utf8(tag), value, step, walltime=self._zero + at)
 
     def _text(self, tag: str, lines: list[str], step: int, at: float) -> None:
         # Indented: shown as it is, whatever a script's names would mean in Markdown.
         text = "\n".join("    " + line for part in lines for line in part.splitlines())
-        self._events.add_text(tag, _utf8(text), step, walltime=self._zero + at)
+        self._file.add_text(tag, _utf8(text), step, walltime=self._zero + at)
 
-    def _record(self, record: Record) -> None:
+    def _append(self, record: Record) -> None:
         if isinstance(record, records.LossRecord):
             self._scalar("loss", record.loss, record.index, record.at)
         elif isinstance(record, records.UpdateRecord):
@@ -124,7 +118,7 @@ class TensorBoardWriter(RecordWriter):
         """By exponent: on a linear axis of magnitudes all but the largest would be one bar."""
         limits = [float(histogram.lowest + place) for place in range(len(histogram.counts) + 1)]
         middles = [(limit + 0.5, count) for limit, count in zip(limits, histogram.counts)]
-        self._events.add_histogram_raw(
+        self._file.add_histogram_raw(
             _utf8(tag),
             min=limits[0],
             max=limits[-1],

@@ -39,8 +39,8 @@ def weight(param: Tensor, masters: str, what: str) -> None:
     param = local(param.detach())
     if hasattr(param, "__tensor_flatten__"):
         problem = (
-            f"is a {type(param).__name__}, which the fused kernels cannot read. Use an optimizer of torch.optim, or "
-            "mezzo.optim.with_masters(optimizer) around one."
+            f"is a {type(param).__name__}, which the fused kernels cannot read. Use an optimizer of torch.optim, in "
+            "MixedPrecision with masters='fp32', or mezzo.optim.with_masters(optimizer) around one."
         )
     elif param.dtype not in GRADIENTS:
         problem = (

@@ -21,6 +21,7 @@ from torch.optim.optimizer import ParamsT
 from mezzo.core.errors import ArgumentTypeError, UsageError, checks_keywords, did_you_mean, unknown_name
 from mezzo.pytorch.autocast.modules import heads_of
 from mezzo.pytorch.kernels.optimizer_step import Groups, Hyper, Row, Stepper, stepper
+from mezzo.pytorch.monitor.module_paths import walk
 from mezzo.pytorch.optim import checks
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.optimizers import BUFFER, adam_hyper
@@ -181,7 +182,9 @@ def muon_groups(
             "muon_groups(model)"
         )
     tables = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
-    apart = {id(module.weight) for module in (*tables, *map(model.get_submodule, heads_of(model)))}
+    heads = heads_of(model)
+    apart = {id(module.weight) for path, module in walk(model, inside=True) if path in heads}
+    apart |= {id(module.weight) for module in tables}
     named = list(model.named_parameters(remove_duplicate=False))
     for pattern in [exclude] if isinstance(exclude, str) else exclude:
         found = {id(param) for name, param in named if fnmatchcase(name, pattern)}

@@ -35,7 +35,7 @@ from mezzo.pytorch.distributed import sharded_format
 from mezzo.pytorch.dtypes import SIXTEEN_BITS
 from mezzo.pytorch.hardware import leaves_autocast_off, switch_off_tf32
 from mezzo.pytorch.kernels.not_traced import not_traced
-from mezzo.pytorch.monitor.module_paths import unwrapped
+from mezzo.pytorch.monitor.module_paths import unwrapped, walk
 from mezzo.pytorch.reduction import average_in, to_average
 from mezzo.pytorch.run.weights import holders, nudge, others, trains, widen
 
@@ -169,7 +169,7 @@ class Preparation:
 
     def _missing(self, patterns: Iterable[str], model: nn.Module) -> list[str]:
         """The patterns that match no module of the models called so far, this one included."""
-        self._paths.update(dict.fromkeys(path for path, _ in model.named_modules()))
+        self._paths.update(dict.fromkeys(path for path, _ in walk(model, inside=True)))
         return [p for p in patterns if not any(matches(p, path) for path in self._paths)]
 
     def _override(self, model: nn.Module, policy: Policy, first: bool) -> None:
@@ -183,15 +183,15 @@ class Preparation:
             self._session.formats |= formats
             for path, fmt in formats.items():
                 if fmt in _AUTOCAST_OFF:
-                    for name, inner in root.get_submodule(path).named_modules(prefix=path):
-                        if name and formats.get(name, fmt) in _AUTOCAST_OFF:
+                    for name, inner in walk(root, inside=True):
+                        if f"{name}.".startswith(f"{path}.") and formats.get(name, fmt) in _AUTOCAST_OFF:
                             inner.__dict__[IN_FP32] = True
         for pattern in self._unmatched if first else ():
             self._wait_for(pattern, model)
 
     def _wait_for(self, pattern: str, model: nn.Module) -> None:
         """A pattern may be for another model than the first that is called: raise if no module alive matches it."""
-        if not any(matches(pattern, path) for other in others(model) for path, _ in other.named_modules()):
+        if not any(matches(pattern, path) for other in others(model) for path, _ in walk(other, inside=True)):
             self._session.fatal = error = no_such_module(pattern, self._paths)
             raise error
         first = f"{type(model).__name__}, the first model that is called"

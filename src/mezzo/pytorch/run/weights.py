@@ -30,7 +30,7 @@ from mezzo.pytorch.autocast.modules import fitting
 from mezzo.pytorch.distributed import local
 from mezzo.pytorch.dtypes import SIXTEEN_BITS, name_of
 from mezzo.pytorch.kernels.not_traced import breaks_graph, not_traced
-from mezzo.pytorch.monitor.module_paths import unwrapped
+from mezzo.pytorch.monitor.module_paths import unwrapped, unwrapped_path
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.with_masters import WithMasters, put_masters
 from mezzo.pytorch.step import parameters
@@ -147,7 +147,7 @@ class Storage:
                 continue  # lowered before
             if name in keep:
                 reason = "no optimizer that Mezzo replaces"
-            elif policy.format_inside(path) not in (None, policy.params):
+            elif policy.format_inside(unwrapped_path(path)) not in (None, policy.params):
                 reason = "the policy's format"
             why = "" if name in names else f"{type(model.get_submodule(path)).__name__} ({reason})"
             if parameter in self._why:

@@ -18,6 +18,7 @@ from mezzo.core.policy import Policy
 from mezzo.core.policy_text import precision_name
 from mezzo.pytorch import auto
 from mezzo.pytorch.dtypes import SIXTEEN_BITS, name_of
+from mezzo.pytorch.monitor.module_paths import unwrapped
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.with_masters import WithMasters, put_masters
 from mezzo.pytorch.step import parameters
@@ -197,7 +198,8 @@ def _raise_weights(lowered: Mapping[Tensor, Tensor | None]) -> None:
 
 def _lower(model: nn.Module, policy: Policy, others: set[int], where: str) -> Mapping[Tensor, Tensor | None]:
     """The parameters that are 16-bit now, each with its FP32 gradient."""
-    keep = [name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in others]
+    named = unwrapped(model).named_parameters(remove_duplicate=False)
+    keep = [name for name, p in named if id(p) in others]
     grads = {name: None if p.grad is None else p.grad.detach() for name, p in model.named_parameters()}
     names = lower_weights(model, policy, keep=keep)
     lowered: dict[Tensor, Tensor | None] = {model.get_parameter(name): grads[name] for name in names}

@@ -70,9 +70,9 @@ def load(mp: MixedPrecision, state: dict[str, Any]) -> None:
             f"load_state_dict: the state has type {type(state).__name__}, not dict. Load the file first: "
             "mp.load_state_dict(torch.load('checkpoint.pt')['mp'])."
         )
-    if not state:
-        return
     scaler = mp._resolved.scaler
+    if not state and scaler is None:  # of a disabled GradScaler
+        return
     if is_scaler_state(state):
         if scaler is not None and isinstance(scaler.pure, DynamicLossScale):
             scaler.load(from_scaler_state(state, scaler.pure))
@@ -115,10 +115,8 @@ def load(mp: MixedPrecision, state: dict[str, Any]) -> None:
 def _check(mp: MixedPrecision, state: dict[str, Any], params: int) -> None:
     """Raise UsageError for a state that this training can't go on from."""
     if "schema" not in state or "loss_scale" not in state:
-        found = ", ".join(map(str, state))
-        raise UsageError(
-            f"load_state_dict: not the state of a MixedPrecision: its keys are {found}. Use mp.state_dict()."
-        )
+        found = f"its keys are {', '.join(map(str, state))}" if state else "it is empty"
+        raise UsageError(f"load_state_dict: not the state of a MixedPrecision: {found}. Use mp.state_dict().")
     if state["schema"] > SCHEMA:
         raise UsageError(
             f"load_state_dict: the state has schema {state['schema']}; Mezzo {VERSION} reads {SCHEMA}. Update Mezzo."

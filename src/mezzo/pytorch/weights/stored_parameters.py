@@ -27,10 +27,11 @@ from mezzo.core.masters import bytes_per_parameter
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.policy_text import matches
-from mezzo.pytorch.distributed import local
+from mezzo.pytorch.distributed import is_spread, local
 from mezzo.pytorch.dtypes import SIXTEEN_BITS, dtype_of, name_of
 from mezzo.pytorch.kernels.optimizer_step.reference import decode_master, encode_master
 from mezzo.pytorch.kernels.plain import is_dense
+from mezzo.pytorch.monitor.module_paths import unwrapped, unwrapped_path
 from mezzo.pytorch.snapshot import has_running_statistics
 from mezzo.pytorch.weights import shards
 
@@ -65,8 +66,9 @@ def lower_weights(
                 master[param] = param.data
                 param.data = half_away16(param.data)        # bf16; fp16: ties to even
 
-    Peak memory is the model and one more parameter. Frozen parameters and existing gradients are cast too; buffers and
-    parameters in other formats are not. These parameters stay in FP32 (a tied one if one of its modules is listed):
+    Peak memory is the model and one more parameter. Frozen parameters and existing gradients are cast too; buffers,
+    parameters in other formats and frozen quantized ones (tensor subclasses) are not. These stay in FP32 (a tied one if
+    one of its modules is listed):
 
     - of normalization modules: PyTorch's, and in classes named ``...Norm``, ``...Norm1d`` to ``...Norm3d`` the
       parameters with at most one dimension longer than 1;
@@ -94,14 +96,16 @@ def lower_weights(
     policy = policy_of(precision)
     dtype = dtype_of(_format_of(policy))
     owned = [
-        (path, module, name, param)
-        for path, module in model.named_modules(remove_duplicate=False)
+        (unwrapped_path(path), module, name, param)
+        for path, module in unwrapped(model).named_modules(remove_duplicate=False)
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False)
     ]
-    stays = _staying(owned, policy, _format_of(policy), list(keep))
+    stays = _staying(owned, policy, _format_of(policy), [unwrapped_path(pattern) for pattern in keep])
     chosen = {}
     for name, param in model.named_parameters():
         if id(param) not in stays and (is_lazy(param) or param.dtype is torch.float32):
+            if not param.requires_grad and _is_subclass(param) and not is_spread(param):
+                continue
             _refuse_unfit(name, param, dtype)
             chosen[name] = param
     for param in chosen.values():
@@ -239,24 +243,30 @@ def _upwards(path: str) -> Iterator[str]:
     yield ""
 
 
+def _is_subclass(param: nn.Parameter) -> bool:
+    return not is_lazy(param) and hasattr(param.data, "__tensor_flatten__")
+
+
 def _refuse_unfit(name: str, param: nn.Parameter, dtype: torch.dtype) -> None:
+    path = unwrapped_path(name).rpartition(".")[0]
+    apart = f"add module.{path}=fp32 to the policy" if path else f"lower_weights(keep=[{name!r}])"
     data: object = None if is_lazy(param) else param.data
     if data is None or param.is_meta:
         where, first = (
             ("lazy", "run the model once") if data is None else ("on the meta device", "call to_empty")
         )
         problem = f"is {where} and has no values. Before you lower the model, {first}, and load its state."
-    elif hasattr(data, "__tensor_flatten__") or param.layout is not torch.strided:
+    elif _is_subclass(param) or param.layout is not torch.strided:
         kind = type(data).__name__ if param.layout is torch.strided else str(param.layout)
         problem = (
             f"is a {kind}. Lower the model before distributing or quantizing its parameters, or leave this one out: "
-            f"keep=[{name!r}]."
+            f"{apart}."
         )
     elif overflows(param.detach(), dtype):
         largest = float(param.detach().abs().nan_to_num(0.0, 0.0).max())
         limit = "fp16's largest is 65504" if dtype is torch.float16 else "bf16's largest is 3.3895e38"
         hint = ", or use bf16, which has FP32's range" if dtype is torch.float16 else ""
-        problem = f"has a value of {largest:g}, and {limit}. Keep it in FP32: keep=[{name!r}]{hint}."
+        problem = f"has a value of {largest:g}, and {limit}. Keep it in FP32: {apart}{hint}."
     else:
         return
     raise UsageError(f"lower_weights: parameter {name!r} {problem}")
