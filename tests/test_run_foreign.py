@@ -59,6 +59,14 @@ model, optimizer = accelerator.prepare(model, optimizer)
 found = mezzo.calibrate(model, lambda model, x: loss_of(x), [x], optimizer=optimizer, format="fp16", steps=1)
 print(found.policy)
 """,
+    "mezzo.apex.amp": """
+from mezzo.apex import amp
+amp.initialize(model, optimizer, verbosity=0)
+with amp.scale_loss(loss_of(x), optimizer) as scaled:
+    scaled.backward()
+optimizer.step()
+amp.reset()
+""",
     "torch.autocast": "with torch.autocast('cpu', torch.bfloat16):\n    loss_of(x)",
     "torch.autocast, a decorator": "torch.autocast('cpu', torch.bfloat16)(loss_of)(x)",
     "GradScaler": "torch.amp.GradScaler('cpu', init_scale=2.0).scale(torch.zeros(1))",
