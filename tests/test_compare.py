@@ -26,7 +26,7 @@ from mezzo.compare.runs import read_run, run_child
 from mezzo.core import records
 from mezzo.core.errors import MezzoError, ScriptError, UnknownNameError, UnsupportedPrecisionError, UsageError
 from mezzo.core.overflow import OverflowReport
-from mezzo.core.records import HAD_TF32, IN_NO_LAYER
+from mezzo.core.records import HAD_TF32, IN_NO_LAYER, NOTHING_RAN
 from mezzo.report import build
 from mezzo.runner.lifecycle import RunRequest
 
@@ -177,6 +177,8 @@ QUICK, MORE, RUN = "quick look, ", "mezzo compare ", "mezzo run --precision bf16
         ({"bf16": {"crash": "MezzoError: no scale. Cause: mul. Try: fp32"}}, "divergent", "Try: fp32",
          "failed: run bf16-0 ended with exit status 1, FP32's did not (output: runs/bf16-0.log): MezzoError: no scale.",
          RUN),
+        ({"bf16": {"notes": [f"no model was called{NOTHING_RAN}bf16"]}}, "inconclusive", "within the margin",
+         f"{QUICK}can't tell: no model was called, so nothing ran in bf16", ""),
         ({"bf16": {"signal": 11}}, "divergent", "was killed or crashed", "failed: run bf16-0 was killed", RUN),
     ],
 )  # fmt: skip

@@ -15,7 +15,7 @@ from mezzo.core.commands import command, compare_command, run_command
 from mezzo.core.comparison import FEWEST_FOR_TOST, ORDER, READING, WIDE
 from mezzo.core.equivalence import MOST_PAIRS
 from mezzo.core.policy import policy
-from mezzo.core.records import HAD_TF32, file_name
+from mezzo.core.records import HAD_TF32, NOTHING_RAN, file_name
 
 MOST_RUNS = 30  # where more would be needed, other ways are suggested, too
 SAME = 1.05  # speeds that differ by less than this factor are called the same
@@ -208,6 +208,9 @@ def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tup
     if one["cause"] == in_no_layer(name):
         why = "'Block formats' in docs/formats.md says which layers can be quantized"
         return f"compare bf16. {why}", compare_command({**asked, "precisions": ["bf16"]}, f"{folder}-bf16")
+    if NOTHING_RAN in (one["cause"] or ""):
+        where = '"so nothing ran in bf16" in docs/troubleshooting.md'
+        return f"train FP32 parameters of an nn.Module that the script calls. See {where}", ""
     ignores_seeds = one["seeds"] == 1 < len(one["pairs"])
     if request.seeds < FEWEST_FOR_TOST and not ignores_seeds:
         more = {**asked, "seeds": FEWEST_FOR_TOST}

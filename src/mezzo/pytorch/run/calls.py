@@ -95,6 +95,7 @@ class Preparation:
     @not_traced
     def _first_call(self, module: nn.Module) -> bool:
         session = self._session
+        session.dtypes.update(dict.fromkeys(p.dtype for p in module.parameters()))
         params = [p for p in module.parameters() if p.is_floating_point()]
         if not params:
             return False
