@@ -133,10 +133,12 @@ def _speed(one: Candidate, request: Request) -> str:
     if speed is None:
         short = f" ({one['steps']} steps; {FEWEST_FOR_SPEED} needed)" * (one["steps"] < FEWEST_FOR_SPEED)
         return f"speed not measured{short}"
+    if unclear := unclear_speed(one):
+        return f"speed {unclear}"
     if interval[0] > 1 / SAME and interval[1] < SAME:
         return "same speed"
     if one["speed_word"] not in ("faster", "slower"):
-        return f"speed {unclear_speed(one) or f'unclear ({interval[0]:.2f}x to {interval[1]:.2f}x)'}"
+        return f"speed unclear ({interval[0]:.2f}x to {interval[1]:.2f}x)"
     factor = max(speed, 1 / speed)
     if request.seeds < FEWEST_FOR_TOST:
         return f"about {factor:.2g}x {one['speed_word']}"
@@ -144,9 +146,9 @@ def _speed(one: Candidate, request: Request) -> str:
 
 
 def unclear_speed(one: Candidate) -> str:
-    """What is printed where the speed's interval says nothing; empty otherwise."""
+    """What is printed where the speed's interval says nothing, or one pair made it; empty otherwise."""
     low, high = one["speedup_interval"] or (1.0, 1.0)
-    return "unclear" + " (1 pair)" * (len(one["pairs"]) == 1) if high > WIDE * low else ""
+    return "unclear (1 pair)" if len(one["pairs"]) == 1 else "unclear" * (high > WIDE * low)
 
 
 def _unproven(one: Candidate) -> str:

@@ -79,10 +79,11 @@ def _candidate(request: Request, name: str, each: Runs, results: Results, margin
     pairs = [(baseline[k], finished[k]) for k in sorted(set(baseline) & set(finished))]
     perturbed = [run.times() for run in each.get(PERTURBED, {}).values() if run.succeeded]
     fast = speed([(fp32.times(), ours.times()) for fp32, ours in pairs], perturbed)
+    told_apart = fast.word if fast and len(pairs) > 1 else "not told apart"
     reason = judged.reason
     if fast is not None and fast.interval[1] <= WIDE * fast.interval[0]:
         between = "95 % interval {:.2f} to {:.2f}".format(*fast.interval)
-        reason += f" Speed: {fast.speedup:.2f}x that of FP32 ({between}): {fast.word}."
+        reason += f" Speed: {fast.speedup:.2f}x that of FP32 ({between}): {told_apart}."
     loss = judged.loss
     printed = [one for run in [*baseline.values(), *runs.values()] if (one := run.metric(request.how_metric))]
     status = 0 if failed is None else failed.ended.status if failed.ended is not None else None
@@ -94,7 +95,7 @@ def _candidate(request: Request, name: str, each: Runs, results: Results, margin
             "overflow": _overflow(runs.values()) if judged.cause else "",
             "speedup": fast.speedup if fast else None,
             "speedup_interval": fast.interval if fast else None,
-            "speed_word": fast.word if fast else None,
+            "speed_word": told_apart if fast else None,
             "steps_timed": fast.steps if fast else 0,
             **_memory(pairs),
             "seeds": judged.pairs,
