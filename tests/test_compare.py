@@ -353,6 +353,8 @@ def test_a_speed_whose_interval_is_wide_is_unclear(case: Case) -> None:
         (AUTOCAST[0], ["own", "bf16"]),
         (AUTOCAST[0].replace("autocast", "set_autocast_enabled"), ["own", "bf16"]),
         ("left alone: Net has bfloat16 parameters: the script chooses", ["own", "own,masters=split", "bf16"]),
+        ("left alone: Net has frozen bfloat16 parameters: the script chooses", ["own", "bf16"]),
+        (f"{AUTOCAST[0]}, and trains 16-bit parameters", ["own", "own,masters=split", "bf16"]),
     ],
 )
 def test_a_script_with_its_own_precision_begins_again_without_it(

@@ -326,7 +326,7 @@ class Session:
         if self.records_own:
             self.journal.note(f"{OWN_PRECISION}{why}")
             return
-        if self.request.own != "keep" and "parameters" not in why:
+        if self.request.own != "keep" and ("parameters" not in why or "frozen" in why):
             from mezzo.pytorch.run.weights import lowered
 
             if any(True for optimizer in self.optimizers for _ in lowered(optimizer)):
