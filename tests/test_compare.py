@@ -221,6 +221,12 @@ def test_what_is_slower_and_saves_nothing_is_not_recommended(case: Case) -> None
         told = answer("bf16", slower, case.request(seeds=3), case.out)
         assert word in told["advice"]
         assert told["command"].startswith(command)
+    assert told["advice"] == "use bf16 (it saves memory, but is slower here)"
+    emulated = {**slower, "notes": ["bf16 is emulated on this CPU"]}
+    assert (
+        "hardware with bf16 may be faster"
+        in answer("bf16", emulated, case.request(seeds=3), case.out)["advice"]
+    )
 
 
 def test_a_percent_of_memory_is_no_reason_to_use_it(case: Case) -> None:

@@ -244,6 +244,10 @@ def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tup
         return f"stay with FP32: nothing is gained here. {why}. No harm was found{proven}", "mezzo doctor"
     if one["speed_word"] != "faster" and not saves:
         return "see which precision is fast here, since little or nothing was saved", "mezzo doctor"
+    if one["speed_word"] == "slower":
+        emulated = any(" is emulated on " in note for note in one["notes"])
+        elsewhere = f", where it is emulated; hardware with {name} may be faster" * emulated
+        proven = f" (it saves memory, but is slower here{elsewhere}){proven}"
     if request.demo:
         first = {"target": "train.py", "precisions": request.precisions[:1]}  # one command for all candidates
         return "compare your own script", compare_command(first)
