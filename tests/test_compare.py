@@ -26,7 +26,7 @@ from mezzo.compare.runs import read_run, run_child
 from mezzo.core import records
 from mezzo.core.errors import MezzoError, ScriptError, UnknownNameError, UnsupportedPrecisionError, UsageError
 from mezzo.core.overflow import OverflowReport
-from mezzo.core.records import HAD_TF32, IN_NO_LAYER
+from mezzo.core.records import HAD_TF32, IN_NO_LAYER, NOTHING_RAN
 from mezzo.report import build
 from mezzo.runner.lifecycle import RunRequest
 
@@ -182,6 +182,8 @@ QUICK, MORE, RUN = "quick look, ", "mezzo compare ", "mezzo run --precision bf16
         ({"bf16": {"crash": "MezzoError: no scale. Cause: mul. Try: fp32"}}, "divergent", "Try: fp32",
          "failed: run bf16-0 ended with exit status 1, FP32's did not (output: runs/bf16-0.log): MezzoError: no scale.",
          RUN),
+        ({"bf16": {"notes": [f"no model was called{NOTHING_RAN}bf16"]}}, "inconclusive", "within the margin",
+         f"{QUICK}can't tell: no model was called, so nothing ran in bf16", ""),
         ({"bf16": {"signal": 11}}, "divergent", "was killed or crashed", "failed: run bf16-0 was killed", RUN),
     ],
 )  # fmt: skip
@@ -224,6 +226,12 @@ def test_what_is_slower_and_saves_nothing_is_not_recommended(case: Case) -> None
         told = answer("bf16", slower, case.request(seeds=3), case.out)
         assert word in told["advice"]
         assert told["command"].startswith(command)
+    assert told["advice"] == "use bf16 (it saves memory, but is slower here)"
+    emulated = {**slower, "notes": ["bf16 is emulated on this CPU"]}
+    assert (
+        "hardware with bf16 may be faster"
+        in answer("bf16", emulated, case.request(seeds=3), case.out)["advice"]
+    )
 
 
 def test_a_percent_of_memory_is_no_reason_to_use_it(case: Case) -> None:
@@ -333,12 +341,21 @@ def test_what_is_not_proven_says_how_many_pairs_would_do(
 
 
 def test_a_speed_whose_interval_is_wide_is_unclear(case: Case) -> None:
-    one = case.candidate()
+    one = case.candidate()  # a pair alone does not show how the machine's speed differs between runs
+    assert one["speedup_interval"][0] > 1.5
+    assert one["speed_word"] == "not told apart"
+    assert one["plain"].endswith("speed unclear (1 pair).")
+    assert unclear_speed(one) == "unclear (1 pair)"
+    page = html.unescape(build(case.out).read_text(encoding="utf-8"))
+    assert re.search("unclear</b><span>1 pair, [12]", page)
+    assert "Speed of a training step" not in page
+    one = case.candidate(seeds=2)
+    assert one["plain"].endswith("about 2x faster.")
     assert unclear_speed({**one, "speedup_interval": (0.5, 4.9)}) == ""
     unclear = {**one, "speedup_interval": (0.38, 7.42), "speed_word": "not told apart"}
     told = answer("bf16", unclear, case.request(), case.out)["plain"]
     assert "0.38x to 7.42x" in told
-    assert unclear_speed({**one, "speedup_interval": (0.0, 8e9)}) == "unclear (1 pair)"
+    assert unclear_speed({**one, "speedup_interval": (0.0, 8e9)}) == "unclear"
 
 
 @pytest.mark.parametrize(
@@ -347,6 +364,8 @@ def test_a_speed_whose_interval_is_wide_is_unclear(case: Case) -> None:
         (AUTOCAST[0], ["own", "bf16"]),
         (AUTOCAST[0].replace("autocast", "set_autocast_enabled"), ["own", "bf16"]),
         ("left alone: Net has bfloat16 parameters: the script chooses", ["own", "own,masters=split", "bf16"]),
+        ("left alone: Net has frozen bfloat16 parameters: the script chooses", ["own", "bf16"]),
+        (f"{AUTOCAST[0]}, and trains 16-bit parameters", ["own", "own,masters=split", "bf16"]),
     ],
 )
 def test_a_script_with_its_own_precision_begins_again_without_it(

@@ -9,7 +9,7 @@ import torch
 
 from alive import bytes_alive
 from mezzo.core.overflow import OverflowReport, TensorFacts
-from mezzo.core.records import OverflowRecord
+from mezzo.core.records import NOTHING_RAN, OverflowRecord
 from mezzo.pytorch.run.summary import findings
 
 TRAIN = """
@@ -128,6 +128,38 @@ def test_no_model_and_no_backward(launch: Any) -> None:
     ran = launch(f"import torch\n{called}", policy="bf16")
     assert ran.lines == ["torch.float32"]
     assert "1 call of Linear in bf16" in ran.err
+
+
+DOUBLE = TRAIN.replace("import sys\nimport torch", "import torch\ntorch.set_default_dtype(torch.float64)")
+NOTHING = {
+    "FP64": (DOUBLE, "the parameters of the called modules are float64"),
+    "complex": (
+        DOUBLE.replace("float64", "float32")
+        .replace("nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))", "nn.Linear(4, 2, dtype=torch.cfloat)")
+        .replace("model(x)", "model(x.cfloat()).abs()"),
+        "the parameters of the called modules are complex64",
+    ),
+    "functional": (TRAIN.replace("out = model(x)", "out = x @ model[0].weight.T"), "no model was called"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", ["fp16", "nvfp4", "fp32"])
+@pytest.mark.parametrize("name", NOTHING)
+def test_a_run_in_which_nothing_was_lowered_says_so(launch: Any, name: str, policy: str) -> None:
+    source, why = NOTHING[name]
+    ran = launch(source, policy=policy).ok
+    assert (why in ran.notes) is (policy != "fp32")
+    assert (why in ran.err) is (policy != "fp32" or name == "functional")
+    assert ran.err.count(NOTHING_RAN) <= 1
+    assert f"in {policy} on cpu" not in ran.err
+    assert ("no model was called" in ran.err) is (name == "functional")
+    assert ("calls of" in ran.err) is (name == "FP64")
+
+
+def test_a_policy_that_keeps_all_layers_in_fp32_says_so(launch: Any) -> None:
+    for kept, is_told in ("module.*=fp32", True), ("module.2=fp32", False):
+        ran = launch(TRAIN, policy=f"bf16,{kept}", observe=True).ok
+        assert (f"ran in fp32{NOTHING_RAN}bf16" in ran.notes) is is_told
 
 
 def test_workers_of_a_data_loader_record_nothing(launch: Any) -> None:

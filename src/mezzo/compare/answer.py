@@ -15,7 +15,7 @@ from mezzo.core.commands import command, compare_command, run_command
 from mezzo.core.comparison import FEWEST_FOR_TOST, ORDER, READING, WIDE
 from mezzo.core.equivalence import MOST_PAIRS
 from mezzo.core.policy import policy
-from mezzo.core.records import HAD_TF32, file_name
+from mezzo.core.records import HAD_TF32, NOTHING_RAN, file_name
 
 MOST_RUNS = 30  # where more would be needed, other ways are suggested, too
 SAME = 1.05  # speeds that differ by less than this factor are called the same
@@ -134,10 +134,12 @@ def _speed(one: Candidate, request: Request) -> str:
         steps = f"{one['steps']} step{'s' * (one['steps'] != 1)}"
         short = f" ({steps}; {FEWEST_FOR_SPEED} needed)" * (one["steps"] < FEWEST_FOR_SPEED)
         return f"speed not measured{short}"
+    if unclear := unclear_speed(one):
+        return f"speed {unclear}"
     if interval[0] > 1 / SAME and interval[1] < SAME:
         return "same speed"
     if one["speed_word"] not in ("faster", "slower"):
-        return f"speed {unclear_speed(one) or f'unclear ({interval[0]:.2f}x to {interval[1]:.2f}x)'}"
+        return f"speed unclear ({interval[0]:.2f}x to {interval[1]:.2f}x)"
     factor = max(speed, 1 / speed)
     if request.seeds < FEWEST_FOR_TOST:
         return f"about {factor:.2g}x {one['speed_word']}"
@@ -145,9 +147,9 @@ def _speed(one: Candidate, request: Request) -> str:
 
 
 def unclear_speed(one: Candidate) -> str:
-    """What is printed where the speed's interval says nothing; empty otherwise."""
+    """What is printed where the speed's interval says nothing, or one pair made it; empty otherwise."""
     low, high = one["speedup_interval"] or (1.0, 1.0)
-    return "unclear" + " (1 pair)" * (len(one["pairs"]) == 1) if high > WIDE * low else ""
+    return "unclear (1 pair)" if len(one["pairs"]) == 1 else "unclear" * (high > WIDE * low)
 
 
 def _unproven(one: Candidate) -> str:
@@ -209,6 +211,9 @@ def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tup
     if one["cause"] == in_no_layer(name):
         why = "'Block formats' in docs/formats.md says which layers can be quantized"
         return f"compare bf16. {why}", compare_command({**asked, "precisions": ["bf16"]}, f"{folder}-bf16")
+    if NOTHING_RAN in (one["cause"] or ""):
+        where = '"so nothing ran in bf16" in docs/troubleshooting.md'
+        return f"train FP32 parameters of an nn.Module that the script calls. See {where}", ""
     ignores_seeds = one["seeds"] == 1 < len(one["pairs"])
     if request.seeds < FEWEST_FOR_TOST and not ignores_seeds:
         more = {**asked, "seeds": FEWEST_FOR_TOST}
@@ -240,6 +245,10 @@ def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tup
         return f"stay with FP32: nothing is gained here. {why}. No harm was found{proven}", "mezzo doctor"
     if one["speed_word"] != "faster" and not saves:
         return "see which precision is fast here, since little or nothing was saved", "mezzo doctor"
+    if one["speed_word"] == "slower":
+        emulated = any(" is emulated on " in note for note in one["notes"])
+        elsewhere = f", where it is emulated; hardware with {name} may be faster" * emulated
+        proven = f" (it saves memory, but is slower here{elsewhere}){proven}"
     if request.demo:
         first = {"target": "train.py", "precisions": request.precisions[:1]}  # one command for all candidates
         return "compare your own script", compare_command(first)

@@ -16,7 +16,7 @@ from mezzo.compare.runs import TRACEBACK, FinishedRun
 from mezzo.core.comparison import WIDE, Comparison, Parity
 from mezzo.core.compute import QUANTIZED
 from mezzo.core.policy import policy
-from mezzo.core.records import EMULATED, HAD_TF32, IN_NO_LAYER, OWN, OWN_PRECISION, SWITCHED_OFF
+from mezzo.core.records import EMULATED, HAD_TF32, IN_NO_LAYER, NOTHING_RAN, OWN, OWN_PRECISION, SWITCHED_OFF
 from mezzo.core.verdict import Margins, RunResult, Verdict, judge
 
 SCHEMA = 1
@@ -68,17 +68,22 @@ def _candidate(request: Request, name: str, each: Runs, results: Results, margin
     lacking = _lacking(request, runs)
     others = (SWITCHED_OFF, OWN_PRECISION, HAD_TF32, *[EMULATED] * bool(lacking))
     noted = dict.fromkeys(note for run in runs.values() for note in run.notes if not note.startswith(others))
+    why = next((note for note in noted if NOTHING_RAN in note), "")
     lacks = any(IN_NO_LAYER in note for note in noted)
-    if failed is None and lacks and not any(re.search(r" in \d+ linear layers?: ", note) for note in noted):
+    if lacks and not why and not any(re.search(r" in \d+ linear layers?: ", note) for note in noted):
         why = in_no_layer(name)
-        judged = replace(judged, parity=Parity.INCONCLUSIVE, reason=f"{why}. {judged.reason}", cause=why)
+    if failed is None and why:
+        noted.pop(why, None)
+        reason = f"{why}. {judged.reason}"
+        judged = replace(judged, parity=Parity.INCONCLUSIVE, reason=reason, notes=(), cause=why)
     pairs = [(baseline[k], finished[k]) for k in sorted(set(baseline) & set(finished))]
     perturbed = [run.times() for run in each.get(PERTURBED, {}).values() if run.succeeded]
     fast = speed([(fp32.times(), ours.times()) for fp32, ours in pairs], perturbed)
+    told_apart = fast.word if fast and len(pairs) > 1 else "not told apart"
     reason = judged.reason
     if fast is not None and fast.interval[1] <= WIDE * fast.interval[0]:
         between = "95 % interval {:.2f} to {:.2f}".format(*fast.interval)
-        reason += f" Speed: {fast.speedup:.2f}x that of FP32 ({between}): {fast.word}."
+        reason += f" Speed: {fast.speedup:.2f}x that of FP32 ({between}): {told_apart}."
     loss = judged.loss
     printed = [one for run in [*baseline.values(), *runs.values()] if (one := run.metric(request.how_metric))]
     status = 0 if failed is None else failed.ended.status if failed.ended is not None else None
@@ -90,7 +95,7 @@ def _candidate(request: Request, name: str, each: Runs, results: Results, margin
             "overflow": _overflow(runs.values()) if judged.cause else "",
             "speedup": fast.speedup if fast else None,
             "speedup_interval": fast.interval if fast else None,
-            "speed_word": fast.word if fast else None,
+            "speed_word": told_apart if fast else None,
             "steps_timed": fast.steps if fast else 0,
             **_memory(pairs),
             "seeds": judged.pairs,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -183,7 +184,8 @@ class Request(ScriptRequest):
 
     def with_own(self, cause: str) -> Request:
         """The comparison of a script that has its own mixed precision: that is a candidate, too."""
-        names = [OWN, f"{OWN},masters=split"] if "parameters" in cause else [OWN]
+        trained = re.search(r"(has|trains) \S*16\S* parameters", cause)  # not those that are frozen
+        names = [OWN, f"{OWN},masters=split"] if trained else [OWN]
         others = [name for name in self.precisions if name not in names]
         return replace(self, own=cause, precisions=(*names, *others))
 

@@ -95,6 +95,7 @@ class Preparation:
     @not_traced
     def _first_call(self, module: nn.Module) -> bool:
         session = self._session
+        session.dtypes.update(dict.fromkeys(p.dtype for p in module.parameters()))
         params = [p for p in module.parameters() if p.is_floating_point()]
         if not params:
             return False
@@ -106,8 +107,11 @@ class Preparation:
             widen(session, module, name)
             half = None
         if half is not None and not session.lowered_weights:  # else Mezzo lowered it, or it is a copy
+            low = str(half).removeprefix("torch.")
+            if not any(p.requires_grad and p.dtype in SIXTEEN_BITS for p in params):
+                low = f"frozen {low}"
             session.stand_back(
-                f"{name} has {str(half).removeprefix('torch.')} parameters: the script chooses its formats itself",
+                f"{name} has {low} parameters: the script chooses its formats itself",
                 session.without_own,
             )
             return False

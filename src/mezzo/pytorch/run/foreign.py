@@ -39,6 +39,7 @@ _USES = (
     ("torch", "amp.GradScaler.scale", "GradScaler"),
     ("deepspeed", "initialize", ""),
     ("apex.amp", "initialize", ""),
+    ("mezzo.apex.amp", "initialize", ""),
     ("transformer_engine.pytorch", "fp8_autocast", ""),
     ("torchao.float8", "convert_to_float8_training", ""),
     ("mezzo.lightning", "precision", "mezzo.lightning.precision"),

@@ -23,7 +23,7 @@ from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.records import LEFT_ALONE, OWN, OWN_PRECISION, RecordWriter, RunStarted
 from mezzo.pytorch.run import foreign
-from mezzo.pytorch.run.summary import is_told, summary
+from mezzo.pytorch.run.summary import is_told, nothing_ran, summary
 from mezzo.runner import lifecycle, script
 from mezzo.runner.children import VARIABLE, Children, Parent
 from mezzo.runner.journal import Journal, check_events, number, of_rank
@@ -151,6 +151,7 @@ class Session:
     model_calls: int = 0  # outermost calls of modules with parameters
     lowered_calls: int = 0  # those of them in 16 bits
     modules: dict[str, None] = field(default_factory=dict)  # their class names, in order
+    dtypes: dict[Any, None] = field(default_factory=dict)  # of the parameters of all modules that were called
     calls_keras: bool = False  # whether one of them is a Keras model, on Keras's torch backend
     compiled: bool = False  # whether a module's call was traced into a compiled function of the script's
     reruns: int = 0  # backward passes that were run again before the script saw their gradients
@@ -283,6 +284,8 @@ class Session:
             return
         if status == 0 and self.left_alone is None and isinstance(self.scale, NoLossScale):
             self._check_finite()
+        if status == 0 and (why := nothing_ran(self)):
+            self.journal.note(why)
         if not self.journal.losses and self.left_alone is None and status == 0:
             self.journal.note("the script never called backward() (autograd.grad and torch.func don't count)")
 
@@ -323,7 +326,7 @@ class Session:
         if self.records_own:
             self.journal.note(f"{OWN_PRECISION}{why}")
             return
-        if self.request.own != "keep" and "parameters" not in why:
+        if self.request.own != "keep" and ("parameters" not in why or "frozen" in why):
             from mezzo.pytorch.run.weights import lowered
 
             if any(True for optimizer in self.optimizers for _ in lowered(optimizer)):

@@ -22,7 +22,7 @@ from mezzo.core.calibration import conclusions
 from mezzo.core.commands import compare_command
 from mezzo.core.loss_scale import NoLossScale, StaticLossScale, power_text
 from mezzo.core.overflow import ALARMS, REPEATS
-from mezzo.core.records import IN_NO_LAYER, LEFT_ALONE
+from mezzo.core.records import IN_NO_LAYER, LEFT_ALONE, NOTHING_RAN
 from mezzo.runner.lifecycle import of_torchrun
 
 if TYPE_CHECKING:
@@ -54,11 +54,11 @@ def summary(session: Session, failed: bool) -> str:
         lines = [f"{LEFT_ALONE}{session.left_alone}", _left_alone(session)]
     elif session.records_own:
         lines = ["the script ran in its own precision"]
-    elif not session.device_type:
-        lines = ["no model was called, so nothing ran in another precision"]
+    elif not session.dtypes:
+        lines = [nothing_ran(session) or f"no model was called{NOTHING_RAN}another precision"]
     else:
         why = f"; {session.precision_reason}" if session.precision_reason else ""
-        lines = [f"policy {policy}{why}", _calls(session), *_fallbacks()]
+        lines = [f"policy {policy}{why}", *[_calls(session)] * bool(session.device_type), *_fallbacks()]
     if 1 < session.world_size < sys.maxsize:
         lines.append(f"{session.world_size} ranks ran; the numbers here are those of rank 0")
     if session.left_alone is None:
@@ -173,6 +173,25 @@ def _left_alone(session: Session) -> str:
     return f"the script ran unchanged; Mezzo changed nothing{ignored}"
 
 
+def nothing_ran(session: Session) -> str:
+    """Why no operation ran in a format of the policy, for all that is known; empty if some did."""
+    formats, ops = session.policy.computed - {"fp32"}, session.journal.ops
+    seen = [op.observed for op in ops if op.rule == "lower"]
+    quiet = session.left_alone is not None or session.records_own or session.compiled
+    if quiet or not formats or any("16" in op.observed or op.reason.startswith("compiled") for op in ops):
+        return ""
+    if not session.dtypes:
+        why = "no model was called"
+    elif not any(dtype.is_floating_point and dtype.itemsize <= 4 for dtype in session.dtypes):
+        names = sorted(str(dtype).removeprefix("torch.") for dtype in session.dtypes)
+        why = f"the parameters of the called modules are {' and '.join(names)}"
+    elif seen and "tf32" not in formats:
+        why = f"products ran in {' and '.join(sorted({one.partition(' -> ')[0] for one in seen}))}"
+    else:
+        return ""
+    return f"{why}{NOTHING_RAN}{' or '.join(sorted(formats))}"
+
+
 def _calls(session: Session) -> str:
     of = f"of {', '.join(session.modules)}"
     calls = _count(session.model_calls, "call")
@@ -182,6 +201,8 @@ def _calls(session: Session) -> str:
         return f"{calls} {of}, {session.lowered_calls} of them in 16 bits (the first steps are timed in both)"
     if session.policy.is_fp32:
         return f"{calls} {of}, all in FP32"
+    if nothing_ran(session):
+        return f"{calls} {of} on {session.device_type}"
     stored = "; weights stay FP32" if session.policy.params == "fp32" else ""  # else a note says how
     apart = [f", {path} in {fmt}" for path, fmt in session.formats.items()]
     more = f" and {len(apart) - _NAMED} more" * (len(apart) > _NAMED)
