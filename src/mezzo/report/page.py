@@ -20,7 +20,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
-from mezzo.core.comparison import READING
+from mezzo.core.comparison import READING, WIDE
 from mezzo.core.version import VERSION
 from mezzo.report import charts, figures, numbers, range_figures
 from mezzo.report.numbers import counted, finite, printable, size
@@ -122,7 +122,7 @@ def _environment() -> jinja2.Environment:
         text, kind = Markup(packaged(name)), name.partition(".")[0]
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         found.globals.update({kind: text, f"{kind}_hash": f"sha256-{digest}"})
-    found.globals.update(version=VERSION, parity=_parity, noted=_noted, READING=READING)
+    found.globals.update(version=VERSION, parity=_parity, noted=_noted, READING=READING, WIDE=WIDE)
     found.filters.update(
         prose=_prose, json=partial(json.dumps, separators=(",", ":"), allow_nan=False), comma="{:,}".format
     )
