@@ -9,6 +9,7 @@ overloads.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -175,6 +176,26 @@ _GROUPS = {
 SAMPLES = {op: arguments for arguments, ops in _GROUPS.items() for op in ops.split()}
 
 
+_SHAPES = {
+    "x": (3, 4), "y": (3, 4), "v": (4,), "b": (2, 3, 4), "c": (2, 4, 3),
+    "img": (2, 4, 8, 8), "vol": (1, 4, 4, 4, 4), "seq": (2, 4, 8),
+}  # fmt: skip
+
+
+@functools.cache
+def _drawn() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The named tensors, and the generator's state after them: drawn once, which takes longer than most ops."""
+    generator = torch.Generator().manual_seed(0)
+    m = torch.rand(4, 4, generator=generator) * 0.1 + torch.eye(4) * 0.5
+    named = {key: torch.rand(shape, generator=generator) * 0.8 + 0.1 for key, shape in _SHAPES.items()}
+    return {"m": m @ m.T, **named}, generator.get_state()
+
+
+@functools.cache
+def _named(arguments: str) -> list[str]:
+    return [key for key in ("m", *_SHAPES) if re.search(rf"\b{key}\b", arguments)]
+
+
 def sample(
     name: str, dtype: torch.dtype, device: str = "cpu", other: torch.dtype | None = None
 ) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
@@ -182,7 +203,9 @@ def sample(
 
     With `other`, the second tensor of each kind (`y`, `v`, every other `t`) has that dtype instead.
     """
-    generator = torch.Generator().manual_seed(0)
+    drawn, state = _drawn()
+    generator = torch.Generator()
+    generator.set_state(state)
     made = [0]
 
     def place(values: Callable[[], torch.Tensor], *shape: int, of: torch.dtype) -> torch.Tensor:
@@ -197,21 +220,11 @@ def sample(
     def i(*shape: int) -> torch.Tensor:
         return place(lambda: torch.randint(0, 3, shape, generator=generator), *shape, of=torch.int64)
 
-    def positive_definite() -> torch.Tensor:
-        m = torch.rand(4, 4, generator=generator) * 0.1 + torch.eye(4) * 0.5
-        return m @ m.T
-
     names: dict[str, Any] = {"torch": torch, "device": device, "dtype": dtype, "i": i, "t": t}
     names |= {"sizes": torch.tensor([2, 2, 2]), "f": lambda *shape: t(*shape, of=torch.float32)}
-    names["m"] = place(positive_definite, 4, 4, of=dtype)
-    for key, (shape, of) in {
-        "x": ((3, 4), None), "y": ((3, 4), None), "v": ((4,), other), "b": ((2, 3, 4), None), "c": ((2, 4, 3), other),
-        "img": ((2, 4, 8, 8), dtype), "vol": ((1, 4, 4, 4, 4), dtype), "seq": ((2, 4, 8), dtype),
-    }.items():  # fmt: skip
-        if device == "cpu" or re.search(rf"\b{key}\b", SAMPLES[name]):
-            names[key] = t(*shape, of=of)
-        else:  # a FakeTensor takes ten times as long as a tensor, and draws no numbers
-            made[0] += 1
+    for key in _named(SAMPLES[name]):
+        of = other if other is not None and key in ("y", "v", "b", "c") else dtype
+        names[key] = place(drawn[key].clone, *drawn[key].shape, of=of)
     op, _, overload = name.partition(".")
     function = getattr(torch.ops.aten, op)
     if overload:

@@ -99,7 +99,14 @@ def test_nvfp4_casts_are_those_of_torchao(case: str) -> None:
     assert found == json.loads(mx_casts.FILE.read_text(encoding="utf-8"))["nvfp4"][case]
 
 
-@pytest.mark.parametrize("element", ELEMENTS)
+# Each is compiled anew, which takes seconds. Those of 6 bits have the mantissas of those of 8, and fp4's kind of codes.
+EACH_MANTISSA = [
+    pytest.param(element, marks=pytest.mark.nightly) if element in ("e3m2", "e2m3") else element
+    for element in ELEMENTS
+]
+
+
+@pytest.mark.parametrize("element", EACH_MANTISSA)
 def test_stochastic_rounding_of_elements_is_that_of_formats(element: str) -> None:
     form = formats.named(element)
     factor = Factor(element, (1, 16), "e8m0", stochastic=True)
@@ -192,7 +199,7 @@ def test_nan_and_infinity_stay_visible_and_reach_their_block_only(name: str, bad
 
 @pytest.mark.parametrize("factor", [*RECIPES["nvfp4"].factors, *RECIPES["mxfp8"].output], ids=str)
 def test_blocks_too_small_for_a_scale_are_zero_and_not_nan(factor: Factor) -> None:
-    x = matrix(32, 64).clamp(-4, 4).float()
+    x = matrix(32, 64).clamp(-4, 4).to(torch.bfloat16 if factor.stochastic else torch.float32)
     x[0, 0] = 3e6  # NVFP4's scale of the other blocks is then 0
     bad = x.clone()
     bad[5, 40] = math.nan
