@@ -18,7 +18,7 @@ from faults.models import Net, linear, net
 from mezzo.core.errors import UsageError
 from mezzo.core.ranges import BINS, NAN, WHAT, ZERO, Histogram, RangeRow
 from mezzo.pytorch.dtypes import name_of
-from mezzo.pytorch.monitor.module_paths import opaque_part, parameter_paths, paths
+from mezzo.pytorch.module_paths import opaque_part, parameter_paths, paths
 from mezzo.pytorch.monitor.ranges import RangeWatch
 from trainers import stepped
 

@@ -24,7 +24,7 @@ from mezzo.core.version import library
 from mezzo.pytorch.autocast import modules
 from mezzo.pytorch.autocast.context import Context, context_of
 from mezzo.pytorch.grad_scaler import GradScaler
-from mezzo.pytorch.monitor.module_paths import unwrapped, walk
+from mezzo.pytorch.module_paths import unwrapped, walk
 from mezzo.pytorch.optim.adopt import extend
 from mezzo.pytorch.step import parameters
 from mezzo.pytorch.trainer_step import TrainerStep

@@ -26,7 +26,7 @@ from mezzo.core.policy import Policy
 from mezzo.core.version import library
 from mezzo.pytorch.autocast.context import context_of
 from mezzo.pytorch.autocast.modules import fitting
-from mezzo.pytorch.monitor.module_paths import unwrapped
+from mezzo.pytorch.module_paths import unwrapped
 from mezzo.pytorch.optim.adopt import extend
 from mezzo.pytorch.snapshot import BufferSnapshot
 from mezzo.pytorch.step import parameters

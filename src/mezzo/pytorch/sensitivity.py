@@ -33,7 +33,7 @@ from mezzo.core.records import ModuleRounding, SensitivityRecord
 from mezzo.pytorch.autocast.modules import heads_of, last_blocks_of
 from mezzo.pytorch.emulation import Rounding, floats, is_finite
 from mezzo.pytorch.kernels.quantized_linear import misfit, quantized_linear
-from mezzo.pytorch.monitor.module_paths import around_calls, unwrapped
+from mezzo.pytorch.module_paths import around_calls, unwrapped
 from mezzo.pytorch.monitor.observer import Scale, StepObserver
 from mezzo.pytorch.monitor.operations import in_one_line
 from mezzo.pytorch.monitor.replay import ModuleState, SideEffects, devices_of, nothing_left

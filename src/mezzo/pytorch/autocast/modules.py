@@ -30,7 +30,7 @@ from mezzo.core.records import EMULATED, IN_NO_LAYER
 from mezzo.pytorch.autocast import active_policy
 from mezzo.pytorch.autocast.context import applied, context_of, default_device_type
 from mezzo.pytorch.dtypes import SIXTEEN_BITS
-from mezzo.pytorch.monitor.module_paths import joined, walk
+from mezzo.pytorch.module_paths import joined, walk
 from mezzo.pytorch.nested import changed
 
 

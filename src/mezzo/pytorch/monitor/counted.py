@@ -22,7 +22,7 @@ from mezzo.core.ranges import BINS, INFINITE, NAN, WHAT, ZERO, Histogram, RangeR
 from mezzo.pytorch import distributed
 from mezzo.pytorch.dtypes import SIXTEEN_BITS, name_of
 from mezzo.pytorch.kernels.plain import PLAIN, is_dense
-from mezzo.pytorch.monitor.module_paths import joined
+from mezzo.pytorch.module_paths import joined
 from mezzo.pytorch.nested import tensors
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.snapshot import version_of

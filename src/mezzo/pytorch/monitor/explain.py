@@ -21,8 +21,8 @@ from mezzo.core.records import OpFormats
 from mezzo.pytorch.autocast.context import context_of
 from mezzo.pytorch.autocast.modules import apply_module_overrides, described, with_heads
 from mezzo.pytorch.autocast.plan import plan
+from mezzo.pytorch.module_paths import around_calls, opaque_part, walk
 from mezzo.pytorch.monitor.formats import MODULE_MARK, OpObserver, summed
-from mezzo.pytorch.monitor.module_paths import around_calls, opaque_part, walk
 from mezzo.pytorch.monitor.replay import nothing_left
 from mezzo.pytorch.weights.stored_parameters import stored
 

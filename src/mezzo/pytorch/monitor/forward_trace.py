@@ -26,8 +26,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.core.overflow import OUTSIDE, OverflowReport, TensorFacts
 from mezzo.pytorch.dtypes import name_of
+from mezzo.pytorch.module_paths import walk
 from mezzo.pytorch.monitor import operations as ops
-from mezzo.pytorch.monitor.module_paths import walk
 from mezzo.pytorch.nested import mapped, tensors
 from mezzo.pytorch.snapshot import version_of
 from mezzo.runner.patches import Patches

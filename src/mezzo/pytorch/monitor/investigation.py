@@ -18,9 +18,9 @@ from mezzo.core.remedies import MODULES, POLICY, added, remedies, training_code,
 from mezzo.pytorch.autocast.context import context_of
 from mezzo.pytorch.autocast.modules import apply_module_overrides, fitting
 from mezzo.pytorch.hardware import native_formats
+from mezzo.pytorch.module_paths import path_of
 from mezzo.pytorch.monitor.backward_trace import BackwardTrace, replay_backward, report_at
 from mezzo.pytorch.monitor.forward_trace import ForwardTrace, Operation
-from mezzo.pytorch.monitor.module_paths import path_of
 from mezzo.pytorch.monitor.operations import facts, finite, in_one_line, over
 from mezzo.pytorch.monitor.replay import SavedCall
 from mezzo.pytorch.nested import tensors

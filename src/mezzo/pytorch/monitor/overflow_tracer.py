@@ -24,10 +24,10 @@ from mezzo.core.overflow import ALARMS, OUTSIDE, REPEATS, OverflowReport
 from mezzo.core.records import OverflowRecord
 from mezzo.core.remedies import training_code
 from mezzo.pytorch.distributed import is_distributed, is_sharded, joins
+from mezzo.pytorch.module_paths import path_of, unwrapped
 from mezzo.pytorch.monitor.backward_trace import BackwardTrace, watch_loss
 from mezzo.pytorch.monitor.forward_trace import ForwardTrace
 from mezzo.pytorch.monitor.investigation import investigate, remedies_for
-from mezzo.pytorch.monitor.module_paths import path_of, unwrapped
 from mezzo.pytorch.monitor.observer import Scale, StepObserver
 from mezzo.pytorch.monitor.operations import facts, finite, in_one_line, users_line
 from mezzo.pytorch.monitor.replay import SavedCall, SideEffects, eager, running_again, within_compiled

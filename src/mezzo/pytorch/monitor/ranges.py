@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from mezzo.core.errors import UsageError
 from mezzo.core.ranges import RangeRow, shift_of
 from mezzo.core.records import RangesRecord, Record
+from mezzo.pytorch.module_paths import joined, opaque_part, parameter_paths, path_of, paths
 from mezzo.pytorch.monitor import counted
 from mezzo.pytorch.monitor.counted import ExponentRows, WatchedOutputs, WatchedParameters
-from mezzo.pytorch.monitor.module_paths import joined, opaque_part, parameter_paths, path_of, paths
 from mezzo.pytorch.monitor.observer import Scale, StepObserver
 
 DEFAULT_EVERY = 100

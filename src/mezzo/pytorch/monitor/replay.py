@@ -18,7 +18,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 
-from mezzo.pytorch.monitor.module_paths import unwrapped
+from mezzo.pytorch.module_paths import unwrapped
 from mezzo.pytorch.monitor.operations import Line
 from mezzo.pytorch.nested import mapped, tensors
 from mezzo.pytorch.snapshot import RandomState, has_running_statistics, keeping_versions, version_of

@@ -21,7 +21,7 @@ from torch.optim.optimizer import ParamsT
 from mezzo.core.errors import ArgumentTypeError, UsageError, checks_keywords, did_you_mean, unknown_name
 from mezzo.pytorch.autocast.modules import heads_of
 from mezzo.pytorch.kernels.optimizer_step import Groups, Hyper, Row, Stepper, stepper
-from mezzo.pytorch.monitor.module_paths import walk
+from mezzo.pytorch.module_paths import walk
 from mezzo.pytorch.optim import checks
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.optimizers import BUFFER, adam_hyper

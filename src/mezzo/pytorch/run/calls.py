@@ -35,7 +35,7 @@ from mezzo.pytorch.distributed import sharded_format
 from mezzo.pytorch.dtypes import SIXTEEN_BITS
 from mezzo.pytorch.hardware import leaves_autocast_off, switch_off_tf32
 from mezzo.pytorch.kernels.not_traced import not_traced
-from mezzo.pytorch.monitor.module_paths import unwrapped, walk
+from mezzo.pytorch.module_paths import unwrapped, walk
 from mezzo.pytorch.reduction import average_in, to_average
 from mezzo.pytorch.run.weights import holders, nudge, others, trains, widen
 

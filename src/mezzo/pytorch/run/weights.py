@@ -30,7 +30,7 @@ from mezzo.pytorch.autocast.modules import fitting
 from mezzo.pytorch.distributed import local
 from mezzo.pytorch.dtypes import SIXTEEN_BITS, name_of
 from mezzo.pytorch.kernels.not_traced import breaks_graph, not_traced
-from mezzo.pytorch.monitor.module_paths import unwrapped, unwrapped_path
+from mezzo.pytorch.module_paths import unwrapped, unwrapped_path
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.with_masters import WithMasters, put_masters
 from mezzo.pytorch.step import parameters

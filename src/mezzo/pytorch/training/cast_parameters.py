@@ -18,7 +18,7 @@ from mezzo.core.policy import Policy
 from mezzo.core.policy_text import precision_name
 from mezzo.pytorch import auto
 from mezzo.pytorch.dtypes import SIXTEEN_BITS, name_of
-from mezzo.pytorch.monitor.module_paths import unwrapped
+from mezzo.pytorch.module_paths import unwrapped
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.with_masters import WithMasters, put_masters
 from mezzo.pytorch.step import parameters

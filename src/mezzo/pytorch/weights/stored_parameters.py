@@ -31,7 +31,7 @@ from mezzo.pytorch.distributed import is_spread, local
 from mezzo.pytorch.dtypes import SIXTEEN_BITS, dtype_of, name_of
 from mezzo.pytorch.kernels.optimizer_step.reference import decode_master, encode_master
 from mezzo.pytorch.kernels.plain import is_dense
-from mezzo.pytorch.monitor.module_paths import unwrapped, unwrapped_path
+from mezzo.pytorch.module_paths import unwrapped, unwrapped_path
 from mezzo.pytorch.snapshot import has_running_statistics
 from mezzo.pytorch.weights import shards
 
