@@ -33,12 +33,16 @@ from optimizer_steps import (
     weights,
 )
 
-# Each rule in one mode, and each mode with one rule: kernels are compared with the reference in all of them.
+# Each rule in one mode, and each mode with one rule. The reference serves here, since a kernel takes seconds to compile;
+# `test_step_kernels.py` compares the kernels with it.
 FOLLOWED = [*((rule, "split8", "int8") for rule in RULES), *((BY_NAME["AdamW"], *mode) for mode in MODES)]
 
 
 @pytest.mark.parametrize(("rule", "masters", "state"), FOLLOWED, ids=lambda part: getattr(part, "name", part))
-def test_every_mode_follows_fp32(rule: Rule, masters: str, state: str) -> None:
+def test_every_mode_follows_fp32(
+    rule: Rule, masters: str, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEZZO_KERNELS", "reference")
     lean, params = rule.make(low := parameters(), masters=masters, state=state), parameters(torch.float32)
     run(lean, low, range(5))
     run(rule.make(params), params, range(5))
@@ -335,7 +339,8 @@ def test_groups_and_state_are_shared() -> None:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 @pytest.mark.parametrize("state", ["fp32", "bf16", "int8"])
-def test_what_was_learnt_before_is_converted(rule: Rule, state: str) -> None:
+def test_what_was_learnt_before_is_converted(rule: Rule, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEZZO_KERNELS", "reference")  # a kernel takes seconds to compile
     made, other = parameters(torch.float32), parameters(torch.float32)
     user, torch_s = rule.torch(made), rule.torch(other)
     run(user, made, range(3))

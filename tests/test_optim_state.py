@@ -41,7 +41,8 @@ def trained(rule: Rule, masters: str = "split", state: str = "fp32", steps: int 
 
 
 @pytest.mark.parametrize(("masters", "state"), MODES)
-def test_a_saved_state_goes_on_to_the_bit(masters: str, state: str) -> None:
+def test_a_saved_state_goes_on_to_the_bit(masters: str, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEZZO_KERNELS", "reference")  # a kernel takes seconds to compile
     rule = RULES[MODES.index((masters, state)) % len(RULES)]
     first = trained(rule, masters, state)
     first.param_groups[0].update(lr=0.003, initial_lr=0.5)
