@@ -33,8 +33,8 @@ from optimizer_steps import (
     weights,
 )
 
-# Each rule in one mode, and each mode with one rule. The reference serves here, since a kernel takes seconds to compile;
-# `test_step_kernels.py` compares the kernels with it.
+# Each rule in one mode, and each mode with one rule. The reference serves here, since a kernel takes seconds to
+# compile; `test_step_kernels.py` compares the kernels with it.
 FOLLOWED = [*((rule, "split8", "int8") for rule in RULES), *((BY_NAME["AdamW"], *mode) for mode in MODES)]
 
 
