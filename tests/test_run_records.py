@@ -156,6 +156,11 @@ def test_a_run_in_which_nothing_was_lowered_says_so(launch: Any, name: str, poli
     assert ("calls of" in ran.err) is (name == "FP64")
 
 
+def test_auto_without_a_model_names_no_format(launch: Any) -> None:
+    ran = launch(NOTHING["functional"][0], policy="auto").ok
+    assert f"{NOTHING_RAN}another precision" in ran.err
+
+
 def test_a_policy_that_keeps_all_layers_in_fp32_says_so(launch: Any) -> None:
     for kept, is_told in ("module.*=fp32", True), ("module.2=fp32", False):
         ran = launch(TRAIN, policy=f"bf16,{kept}", observe=True).ok

@@ -189,7 +189,7 @@ def nothing_ran(session: Session) -> str:
         why = f"products ran in {' and '.join(sorted({one.partition(' -> ')[0] for one in seen}))}"
     else:
         return ""
-    return f"{why}{NOTHING_RAN}{' or '.join(sorted(formats))}"
+    return f"{why}{NOTHING_RAN}{' or '.join(sorted(formats - {'auto'})) or 'another precision'}"
 
 
 def _calls(session: Session) -> str:
