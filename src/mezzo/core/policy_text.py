@@ -132,6 +132,8 @@ def loss_scale_of(text: str, where: str = "") -> LossScale:
         return NoLossScale()
     try:
         called = re.fullmatch(r"(\w+)(?:\((.*)\))?", text, re.DOTALL)
+        if called is not None and called[1] == "statistical":
+            raise unknown_name("loss scale kind", called[1], KINDS)  # says what replaced it
         if called is None or called[1] not in _SETTINGS:
             return StaticLossScale(_number(text))
         return KINDS[called[1]](**_settings(called[1], called[2] or ""))

@@ -359,11 +359,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._scale.assign(self._loss_scale.allowed(_number(self._scale)))
 
     def get_config(self) -> dict[str, Any]:
-        """The settings, without state."""
+        """The settings, without state; if Keras's own optimizer has names for all of them, in its names."""
         return {
             "name": self.name,
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
-            "loss_scale": self._loss_scale.state_dict(),
+            **_setting_of(self._loss_scale),
             **({} if self._on_unscaled == "raise" else {"on_unscaled": self._on_unscaled}),
         }
 
@@ -398,6 +398,15 @@ def _loss_scale_of(
     if given:
         return DynamicLossScale(**given)
     return cast(LossScale, as_loss_scale(loss_scale, "LossScaleOptimizer"))
+
+
+def _setting_of(loss_scale: LossScale) -> dict[str, Any]:
+    """The constructor's arguments for this loss scale: Keras's two where they suffice."""
+    if isinstance(loss_scale, DynamicLossScale):
+        init, interval = loss_scale.init, loss_scale.growth_interval
+        if loss_scale == DynamicLossScale(init=init, growth_interval=interval):
+            return {"initial_scale": init, "dynamic_growth_steps": interval}
+    return {"loss_scale": loss_scale.state_dict()}
 
 
 def _give_own_buffers(variables: Sequence[Any], others: Sequence[Any]) -> None:
