@@ -147,6 +147,7 @@ def test_everything_is_put_back(given: bool, error: Any) -> None:
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (network, {"steps": 0}, r"no batches \(steps=0\)"),
     (network, {"batches": []}, r"no batches \(steps=8\)"),
+    (network, {"batches": 8}, "batches is 8.*DataLoader"),
     (
         network,
         {"loss_fn": torch.optim.SGD(network().parameters())},

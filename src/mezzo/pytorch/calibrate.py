@@ -82,6 +82,8 @@ def calibrate(
     parameters = [param for param in model.parameters() if param.requires_grad]
     check_format(format)
     device = _checked(parameters)
+    if not hasattr(batches, "__iter__"):
+        raise UsageError(f"batches is {batches!r}. Pass a list, a DataLoader or a generator of batches")
     snapshot = Snapshot([model], [] if optimizer is None else [optimizer])
     updated = torch.optim.SGD(parameters, lr=0.0) if optimizer is None else optimizer
     formats = [ranked_format(one) for one in ranked_for(format) or rank_formats]
