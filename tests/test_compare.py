@@ -210,6 +210,28 @@ def test_a_candidate_that_failed_is_not_run_again_and_the_others_go_on(case: Cas
     assert found["fp16"]["seeds"] == 2
 
 
+@pytest.mark.parametrize(
+    "behaviour",
+    [
+        {"crash": "ValueError: x"},
+        {"notes": [f"no model was called{NOTHING_RAN}bf16"]},
+        {"notes": [f"nvfp4{IN_NO_LAYER}."]},
+    ],
+)
+def test_no_more_runs_are_made_once_they_would_tell_no_more(case: Case, behaviour: dict[str, Any]) -> None:
+    case.write({"bf16": behaviour})
+    one = case.candidate(seeds=3)
+    assert case.calls == ["fp32-0", "bf16-0"]
+    assert one["cause"]
+    assert [note for note in one["notes"] if "emulated" in note] == []
+    case.forget_calls()
+    case.candidate(seeds=3)
+    assert case.calls == (["bf16-0"] if one["failed"] else [])
+    case.compare(seeds=3, precisions=("bf16", "fp16"), fresh=True)
+    assert {"fp32-2", "fp16-2"} <= {*case.calls}
+    assert "bf16-1" not in case.calls
+
+
 def test_a_metric_is_read_and_judged(case: Case) -> None:
     case.write({"*": {"metric": 97.0}, "bf16": {"metric": 91.0}})
     one = case.candidate(seeds=3, metric=r"accuracy: ([0-9.]+)")

@@ -125,11 +125,11 @@ def _known(request: Request, folder: Path) -> Request:
 def _run_all(request: Request, folder: Path, told: Watcher, command: tuple[str, ...]) -> Runs:
     planned = schedule(request)
     runs: Runs = {}
-    failed: set[str] = set()
+    dropped: set[str] = set()  # precisions that need no more runs
     steps: int | None = None
     for index, plan in enumerate(planned, start=1):
-        if plan.precision in failed:
-            continue  # it failed with an earlier seed
+        if plan.precision in dropped:
+            continue
         run = _kept(folder, plan.name, told)
         if not run.succeeded:
             told.begin(plan.name, index, len(planned), steps)
@@ -147,12 +147,15 @@ def _run_all(request: Request, folder: Path, told: Watcher, command: tuple[str, 
                 forget_run(folder, plan.name)
                 raise
             _check(request, folder, plan, run, status)
-        if not run.succeeded:
-            failed.add(plan.precision)
-        elif plan.precision == BASELINE:
-            _check_baseline(request, run)
         steps = steps or run.steps
         runs.setdefault(PERTURBED if plan.nudge else plan.precision, {})[plan.seed] = run
+        if run.succeeded and plan.precision == BASELINE:
+            _check_baseline(request, run)
+        elif not run.succeeded or run.ran_nothing or run.in_no_layer:
+            dropped.add(plan.precision)
+            if (left := len(planned) - index) and dropped.issuperset(request.precisions):
+                told.say(f"No candidate is left to compare, so the last {left} runs are left out.")
+                break
         if plan.name == f"{BASELINE}-1" and index < len(planned):  # ends the second seed's runs
             first, second = (runs[BASELINE][k].result(request.how_metric) for k in (0, 1))
             if first.same_as(second):

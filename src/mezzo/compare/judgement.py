@@ -16,7 +16,7 @@ from mezzo.compare.runs import TRACEBACK, FinishedRun
 from mezzo.core.comparison import WIDE, Comparison, Parity
 from mezzo.core.compute import QUANTIZED
 from mezzo.core.policy import policy
-from mezzo.core.records import EMULATED, HAD_TF32, IN_NO_LAYER, NOTHING_RAN, OWN, OWN_PRECISION, SWITCHED_OFF
+from mezzo.core.records import EMULATED, HAD_TF32, OWN, OWN_PRECISION, SWITCHED_OFF
 from mezzo.core.verdict import Margins, RunResult, Verdict, judge
 
 SCHEMA = 1
@@ -65,13 +65,12 @@ def _candidate(request: Request, name: str, each: Runs, results: Results, margin
         judged = Verdict(Parity.DIVERGENT, f"Failed: {why}", len(finished), cause=why)
     else:
         judged = judge(results[BASELINE], results.get(name, {}), results.get(PERTURBED, {}), margins)
-    lacking = _lacking(request, runs)
-    others = (SWITCHED_OFF, OWN_PRECISION, HAD_TF32, *[EMULATED] * bool(lacking))
-    noted = dict.fromkeys(note for run in runs.values() for note in run.notes if not note.startswith(others))
-    why = next((note for note in noted if NOTHING_RAN in note), "")
-    lacks = any(IN_NO_LAYER in note for note in noted)
-    if lacks and not why and not any(re.search(r" in \d+ linear layers?: ", note) for note in noted):
+    why = next((run.ran_nothing for run in runs.values() if run.ran_nothing), "")
+    if not why and any(run.in_no_layer for run in runs.values()):
         why = in_no_layer(name)
+    lacking = [] if why else _lacking(request, runs)
+    others = (SWITCHED_OFF, OWN_PRECISION, HAD_TF32, *[EMULATED] * bool(lacking or why))
+    noted = dict.fromkeys(note for run in runs.values() for note in run.notes if not note.startswith(others))
     if failed is None and why:
         noted.pop(why, None)
         reason = f"{why}. {judged.reason}"

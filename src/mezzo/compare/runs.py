@@ -129,6 +129,7 @@ CHATTER = re.compile(
     r"|To enable the following instructions: .* rebuild TensorFlow"
 )
 RERUNS = re.compile(r"closure run again (\d+) times")  # a reason of mezzo.pytorch.run.optimizers
+SOME_LAYERS = re.compile(r" in \d+ linear layers?: ")  # a note of mezzo.pytorch.autocast.modules
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,17 @@ class FinishedRun:
         """The settings of the script that `--own off` switched off."""
         prefix = records.SWITCHED_OFF
         return [note.removeprefix(prefix) for note in self.notes if note.startswith(prefix)]
+
+    @property
+    def ran_nothing(self) -> str:
+        """Why no operation ran in a format of the run's policy; empty if some did."""
+        return next((note for note in self.notes if records.NOTHING_RAN in note), "")
+
+    @property
+    def in_no_layer(self) -> bool:
+        """Whether no layer ran in the run's quantized format, while others may have run in 16 bits."""
+        lacks = any(records.IN_NO_LAYER in note for note in self.notes)
+        return lacks and not any(SOME_LAYERS.search(note) for note in self.notes)
 
     def failure(self) -> str:
         """The end of the log: from its last traceback on (of ranks, the first), or its last lines."""
