@@ -615,6 +615,7 @@ def test_an_interrupt_ends_the_child_and_keeps_what_finished(case: Case) -> None
         ({"refuse": OWN, "off": {"crash": "RuntimeError: dtypes.", "notes": ["switched off: Net in bfloat16"]}}, {},
          ScriptError, r"own mixed precision \(Net in bfloat16\) switched off: RuntimeError: dtypes\. .*\.dtype\)"),
         ({"fp32": {"crash": "EOFError: EOF when reading a line"}}, {}, ScriptError, "standard input"),
+        ({"fp32": {"crash": "ModuleNotFoundError: No module named 'apex'"}}, {}, ScriptError, "Remove Apex's amp"),
         ({}, {"precisions": ("own", "bf16")}, UsageError, "no mixed precision of its own, so .* Leave own out"),
         ({"*": {"say": "accelerate"}}, {"precisions": ("own", "bf16")}, UsageError, "of its own .*='fp16'"),
         ({"fp32": {"losses": 0}}, {}, ScriptError, r"never called backward\(\)"),

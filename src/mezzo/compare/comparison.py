@@ -31,6 +31,7 @@ KILLED_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIG
 LEAST_SPACE = 1 << 20
 _CAN_BE_OFF = re.compile(r"(autocast\w*|GradScaler|MixedPrecision) itself|16 parameters")  # by --own off
 _READS_INPUT = re.compile(r"EOF when reading a line|\bstdin\b|\binput\(")
+_IMPORTS_APEX = re.compile(r"(ModuleNotFound|Import)Error: .*\bapex\b")
 _USAGE = 40  # lines: a script that was asked for its --help trains nothing
 
 
@@ -211,6 +212,8 @@ def _check(request: Request, folder: Path, plan: Planned, run: FinishedRun, stat
                     ending = f"Convert to the weights' dtype: x.to(layer.weight.dtype) (output: {run.log})"
                 if _READS_INPUT.search(run.failure()):
                     why += ". It reads standard input, which is empty here: give it a file or an option"
+                if _IMPORTS_APEX.search(run.failure()):
+                    why += ". Remove Apex's amp, or put it behind an option: this command sets the precision"
             raise ScriptError(f"{request.target} {why}. {ending}")
     except (MezzoError, _OwnPrecisionError):
         # A later call must not read this as a candidate's result; the log stays for the user.
