@@ -153,6 +153,8 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
         {"loss_fn": torch.optim.SGD(network().parameters())},
         r"loss_fn\(model, batch\): 'SGD'.*Pass lambda",
     ),
+    (network, {"loss_fn": nn.functional.cross_entropy}, r"loss_fn\(model, batch\): .*Pass lambda"),
+    (network, {"loss_fn": nn.CrossEntropyLoss()}, r"loss_fn\(model, batch\): .*Pass lambda"),
     (network, {"loss_fn": lambda batch: batch}, r"takes 1 positional argument.*Pass lambda model, batch"),
     (
         network,

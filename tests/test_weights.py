@@ -204,7 +204,9 @@ def test_what_is_refused_leaves_the_model_alone(row: str) -> None:
     with pytest.raises(UsageError, match="Parameter"):
         lower_weights(model["first"].weight)  # type: ignore[arg-type]
     with pytest.raises(UnknownNameError, match=r"'frist'.*'first"):
-        lower_weights(model, "bf16", keep=["frist"])
+        lower_weights(model, "bf16", keep="frist")
+    with pytest.raises(UsageError, match=r"keep is 5\. Pass patterns"):
+        lower_weights(model, "bf16", keep=5)  # type: ignore[arg-type]
 
 
 class Tied(nn.Module):

@@ -154,8 +154,8 @@ def _run_all(request: Request, folder: Path, told: Watcher, command: tuple[str, 
             _check_baseline(request, run)
         elif not run.succeeded or run.ran_nothing or run.in_no_layer:
             dropped.add(plan.precision)
-            if (left := len(planned) - index) and dropped.issuperset(request.precisions):
-                told.say(f"No candidate is left to compare, so the last {left} runs are left out.")
+            if (more := len(planned) - index) and dropped.issuperset(request.precisions):
+                told.say(f"No candidate is left to compare, so the last {more} runs are left out.")
                 break
         if plan.name == f"{BASELINE}-1" and index < len(planned):  # ends the second seed's runs
             first, second = (runs[BASELINE][k].result(request.how_metric) for k in (0, 1))

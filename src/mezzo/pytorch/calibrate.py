@@ -99,9 +99,11 @@ def calibrate(
                 model.zero_grad()
                 try:
                     loss = loss_fn(model, batch)
-                except TypeError as error:
-                    if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-                        raise  # by a line of `loss_fn`
+                except (TypeError, AttributeError) as error:
+                    by_its_line = error.__traceback__ is None or error.__traceback__.tb_next is not None
+                    of = getattr(loss_fn, "__module__", None) or type(loss_fn).__module__
+                    if by_its_line and not of.startswith("torch"):
+                        raise
                     raise UsageError(f"loss_fn(model, batch): {error}. Pass {_LOSS_FN}") from error
                 if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
                     told = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""

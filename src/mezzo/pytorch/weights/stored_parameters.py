@@ -80,7 +80,7 @@ def lower_weights(
             starts from the rounded weights. To load an FP32 checkpoint later, use `mezzo.load_master_state_dict`.
         precision: ``"bf16"``, ``"fp16"``, or any policy (string, file or `Policy`): its ``params`` format, or, if that
             is fp32, its ``compute`` format.
-        keep: patterns, as for a policy's modules, of module paths or parameter names, such as ``"head"`` or
+        keep: a pattern or several, as for a policy's modules, of module paths or parameter names, such as ``"head"`` or
             ``"**.bias"``.
 
     Returns:
@@ -93,6 +93,9 @@ def lower_weights(
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"lower_weights: received {type(model).__name__}. Pass a torch.nn.Module.")
+    patterns: list[Any] = [*keep] if hasattr(keep, "__iter__") and not isinstance(keep, str) else [keep]
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise UsageError(f"lower_weights: keep is {keep!r}. Pass patterns, such as ['head', '**.bias'].")
     policy = policy_of(precision)
     dtype = dtype_of(_format_of(policy))
     owned = [
@@ -100,7 +103,7 @@ def lower_weights(
         for path, module in unwrapped(model).named_modules(remove_duplicate=False)
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False)
     ]
-    stays = _staying(owned, policy, _format_of(policy), [unwrapped_path(pattern) for pattern in keep])
+    stays = _staying(owned, policy, _format_of(policy), [unwrapped_path(pattern) for pattern in patterns])
     chosen = {}
     for name, param in model.named_parameters():
         if id(param) not in stays and (is_lazy(param) or param.dtype is torch.float32):
