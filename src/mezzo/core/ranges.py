@@ -203,5 +203,11 @@ def merge(into: Merged, rows: Iterable[RangeRow]) -> None:
 
 
 def percent(share: float) -> str:
-    """A share with two digits; a tiny one is not written as 0."""
+    """A share with two digits; a tiny one is not written as 0, and less than all not as 100.
+
+    >>> percent(1e-5), percent(0.0249), percent(0.996), percent(1)
+    ('under 0.01%', '2.5%', 'over 99%', '100%')
+    """
+    if 0.995 <= share < 1:
+        return "over 99%"
     return "under 0.01%" if 0 < share < 1e-4 else f"{float(f'{100 * share:.2g}'):g}%"
