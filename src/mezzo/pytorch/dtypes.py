@@ -21,6 +21,7 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 )
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, *SIXTEEN_BITS)  # what kernels read; Triton's number them in this order
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import ctypes
 import platform
 
-__all__ = ["keep_memory"]
-
 # <malloc.h>: the parameters of mallopt.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _NEVER = 2**31 - 1  # bytes; mallopt takes an int

@@ -161,10 +161,7 @@ class Chart:
             if part.stop - part.start > 1:  # one step alone has no width to shade
                 upper, lower = self._path(x[part], high[part]), self._path(x[part][::-1], low[part][::-1])
                 paths.append(f"{upper}L{lower[1:]}Z")
-        if paths:
-            self.inner.append(shape("path", f"band {series}", d="".join(paths)))
-        if name:
-            self.keys.append((series, "band", name))
+        self._draw(paths, "band", series, name)
 
     def line(self, y: Array, series: str, key: str = "", style: str = "line", x: Array | None = None) -> None:
         """Draw a curve, thinned unless ``x`` is given; a gap stays a gap, a value between gaps is a dot."""
@@ -174,6 +171,9 @@ class Chart:
         for part in _pieces(np.isfinite(y)):
             path = self._path(x[part], y[part])
             paths.append(path if "L" in path else f"{path}L{path[1:]}")
+        self._draw(paths, style, series, key)
+
+    def _draw(self, paths: Sequence[str], style: str, series: str, key: str) -> None:
         if paths:
             self.inner.append(shape("path", f"{style} {series}", d="".join(paths)))
         if key:

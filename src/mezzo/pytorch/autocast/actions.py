@@ -26,7 +26,7 @@ from mezzo.pytorch.kernels import backend
 from mezzo.pytorch.kernels.emulated import KEEP_RANK, emulated, saving_low
 from mezzo.pytorch.kernels.packing import Rounded
 from mezzo.pytorch.kernels.plain import is_plain
-from mezzo.pytorch.nested import mapped, tensors
+from mezzo.pytorch.nested import changed, mapped, tensors
 
 Action = Callable[..., Any]
 
@@ -262,17 +262,9 @@ def _rounded(op_plan: OpPlan, overload: Overload, device_type: str) -> Action:
             return out
         if gives_statistics:
             return (out[0].to(first.dtype), *out[1:])
-        return _narrowed(out, first.dtype)
+        return changed(out, lambda t: t.to(first.dtype) if isinstance(t, Tensor) and t.dtype is _FP32 else t)
 
     return rounded
-
-
-def _narrowed(result: Any, dtype: torch.dtype) -> Any:
-    if isinstance(result, Tensor):
-        return result.to(dtype) if result.dtype is _FP32 else result
-    if type(result) in (list, tuple):
-        return type(result)(_narrowed(item, dtype) for item in result)
-    return result
 
 
 def _sixteen_bits(

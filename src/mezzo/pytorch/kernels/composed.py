@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mezzo.pytorch.dtypes import FLOATS
 from mezzo.pytorch.kernels.emulated import emulated
 from mezzo.pytorch.kernels.packing import Versioned, with_hooks
 from mezzo.pytorch.kernels.plain import is_plain
 from mezzo.pytorch.nested import tensors
 
 _aten = torch.ops.aten
-_FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 _WORTH_IT = 1 << 14  # elements from which short indices are worth hooks of some 10 us per call
 _SPATIAL = {"max_pool1d": 1, "max_pool2d": 2, "max_pool3d": 3}  # trailing dimensions that indices span
 
@@ -88,7 +88,7 @@ def with_fp32_state(overload: Any, compute: torch.dtype) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         hx = args[place]
         read = (args[0], *args[place:])  # not `batch_sizes` of a packed sequence, which is integers
-        if any(tensor.dtype not in _FORMATS for tensor in tensors(read)):
+        if any(tensor.dtype not in FLOATS for tensor in tensors(read)):
             return overload(*args)
         wide_hx = hx.float() if isinstance(hx, Tensor) else [state.float() for state in hx]
         ends: list[Tensor] = []

@@ -15,8 +15,6 @@ from torch import Tensor
 from mezzo.pytorch.kernels.packing import Packing, Rounded, may_pack, with_hooks
 from mezzo.pytorch.kernels.plain import PLAIN
 
-__all__ = ["KEEP_RANK", "emulated", "saving_low"]
-
 _NARROWING = {torch.float16: Tensor.half, torch.bfloat16: Tensor.bfloat16}  # half the time of `Tensor.to`
 _PASSED = (type(None), bool, int, float)
 

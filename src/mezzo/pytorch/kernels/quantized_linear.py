@@ -30,8 +30,6 @@ from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.kernels.plain import is_plain
 from mezzo.pytorch.kernels.quantized import Quantized, quantize
 
-__all__ = ["gemm_dtype", "is_native", "misfit", "product", "quantized_linear", "why_emulated"]
-
 PATH = "MEZZO_FP8"
 """Environment variable that forces ``native`` or ``emulated`` for every device."""
 

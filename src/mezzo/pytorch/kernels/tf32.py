@@ -19,8 +19,6 @@ from mezzo.pytorch.kernels.plain import is_plain
 from mezzo.pytorch.nested import changed
 from mezzo.pytorch.rounding import straight_through
 
-__all__ = ["product", "round_tf32"]
-
 _CUT = 13  # bits of FP32's mantissa that TF32 lacks
 
 

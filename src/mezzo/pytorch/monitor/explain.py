@@ -26,8 +26,6 @@ from mezzo.pytorch.monitor.formats import MODULE_MARK, OpObserver, summed
 from mezzo.pytorch.monitor.replay import nothing_left
 from mezzo.pytorch.weights.stored_parameters import stored
 
-__all__ = ["Explanation", "explain"]
-
 _WIDTH = 110
 
 

@@ -150,17 +150,13 @@ def _planned(seen: _Seen, found: OpPlan) -> str:
     """The plan for this call as text; empty where the plan leaves it alone (no floats, or FP64)."""
     if not seen.arrived or "fp64" in seen.arrived or found.how == "absent":
         return ""
-    out = found.output(seen.arrived)
-    if found.formats_in == FIRST or (found.formats_in == WIDEST and found.how == "pytorch"):
+    inside, out = found.formats_in, found.output(seen.arrived)
+    is_fp32 = found.rule == "fp32" and seen.outside == ("fp32",) and not seen.casts
+    converts = is_fp32 and _SIXTEEN & set(seen.inside)  # asked for FP32, the kernel converts as it reads
+    if inside == FIRST or (inside == WIDEST and found.how == "pytorch") or converts:
         inside = "+".join(seen.inside)  # as they come
-    elif found.formats_in == WIDEST:
-        inside = found.output(seen.arrived)
-    elif (
-        found.rule == "fp32" and seen.outside == ("fp32",) and _SIXTEEN & set(seen.inside) and not seen.casts
-    ):
-        inside = "+".join(seen.inside)  # asked for FP32, the kernel converts as it reads
-    else:
-        inside = found.formats_in
+    elif inside == WIDEST:
+        inside = out
     return f"{inside} -> {out}" if seen.outside else ""
 
 

@@ -245,14 +245,14 @@ class ForwardTrace(TorchFunctionMode):
 
     def _before(self, given: Any) -> list[tuple[Tensor, int]]:
         """The tensors that an operation is given, with their versions."""
-        ins = [ops.bare(tensor) for tensor in tensors(given)]
+        ins = [torch.func.debug_unwrap(tensor) for tensor in tensors(given)]
         for tensor in ins:
             self.claim(tensor, None)
         return [(tensor, version_of(tensor)) for tensor in ins]
 
     def _ran(self, func: Any, args: Any, kwargs: Any, given: list[tuple[Tensor, int]], out: Any) -> None:
         transformed = torch._C._functorch.get_interpreter_stack() is not None
-        outs = [ops.bare(tensor) for tensor in tensors(out)]
+        outs = [torch.func.debug_unwrap(tensor) for tensor in tensors(out)]
         written = {id(tensor) for tensor, version in given if version_of(tensor) != version}
         outs += [one for one, _ in given if id(one) in written and not any(one is out for out in outs)]
         if not outs:
@@ -398,7 +398,7 @@ def _in_fp64(func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
         with torch.no_grad(), torch.autocast(device, enabled=False), torch.random.fork_rng([]):
             kept = {name: value for name, value in kwargs.items() if name not in ("dtype", "out")}
             args, kept = mapped((args, kept), wide)
-            outs = [ops.bare(t) for t in tensors(func(*args, **kept)) if t.is_floating_point()]
+            outs = [torch.func.debug_unwrap(t) for t in tensors(func(*args, **kept)) if t.is_floating_point()]
     except (RuntimeError, TypeError, ValueError):
         return None  # without an FP64 form, or not to be repeated: the operation's name decides
     return outs if outs and all(t.dtype is torch.float64 for t in outs) else None

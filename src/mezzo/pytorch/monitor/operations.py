@@ -94,16 +94,11 @@ def in_one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".split("\n")[0]
 
 
-def bare(tensor: Tensor) -> Tensor:
-    """The tensor under the wrappers of `torch.func`'s transforms."""
-    return torch.func.debug_unwrap(tensor)
-
-
 def values(tensor: Tensor) -> Tensor | None:
     """The numbers of a floating or complex tensor, detached; None where there are none to look at."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta:
         return None
-    tensor = bare(tensor).detach()
+    tensor = torch.func.debug_unwrap(tensor).detach()
     if tensor.layout is torch.sparse_coo:
         tensor = tensor._values()
     elif tensor.layout is not torch.strided:

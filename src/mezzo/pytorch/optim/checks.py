@@ -12,11 +12,9 @@ from torch.optim import Optimizer
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.masters import MASTERS, STATE_FORMATS
 from mezzo.pytorch.distributed import is_spread, local
+from mezzo.pytorch.dtypes import FLOATS
 from mezzo.pytorch.kernels.plain import is_dense
 from mezzo.pytorch.weights.stored_parameters import master_holder, set_master_holder
-
-GRADIENTS = frozenset({torch.float32, torch.bfloat16, torch.float16})
-"""Formats of weights and, independently, of gradients."""
 
 
 def modes(owner: str, masters: Any, state: Any) -> None:
@@ -42,7 +40,7 @@ def weight(param: Tensor, masters: str, what: str) -> None:
             f"is a {type(param).__name__}, which the fused kernels cannot read. Use an optimizer of torch.optim, in "
             "MixedPrecision with masters='fp32', or mezzo.optim.with_masters(optimizer) around one."
         )
-    elif param.dtype not in GRADIENTS:
+    elif param.dtype not in FLOATS:
         problem = (
             f"is {param.dtype}. Use torch.float32, torch.bfloat16 or torch.float16. Give other parameters to an "
             "optimizer of torch.optim, or leave out those that are not trained: "

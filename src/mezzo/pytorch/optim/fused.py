@@ -19,6 +19,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from mezzo.core.errors import UsageError
 from mezzo.core.formats import dtype_name
 from mezzo.pytorch.distributed import is_spread, local
+from mezzo.pytorch.dtypes import FLOATS
 from mezzo.pytorch.kernels.not_traced import breaks_graph
 from mezzo.pytorch.kernels.optimizer_step import Hyper, Row, StateSpec, Stepper, stepper
 from mezzo.pytorch.loss_scaler import inverse
@@ -211,7 +212,7 @@ class FusedOptimizer(Optimizer):
                     if row.grad is not None or known.is_still:
                         continue  # listed twice in its group, which torch has warned about; or without elements
                     dtype = grad.dtype
-                    is_float = dtype is known.dtype or dtype in checks.GRADIENTS
+                    is_float = dtype is known.dtype or dtype in FLOATS
                     if not is_float or grad.layout is not torch.strided:
                         checks.gradient(grad, param, type(self).__name__)
                     if not (known.contiguous and grad.is_contiguous()) and grad.stride() != known.stride:

@@ -270,11 +270,6 @@ def make_states(optimizer: Optimizer, step: Callable[[], Any]) -> None:
             group.update(of_group)
         for param, grad in zip(params, grads):
             param.grad = grad
-    count_no_step(optimizer)
-
-
-def count_no_step(optimizer: Optimizer) -> None:
-    """Set the step counts of an optimizer's states to 0."""
     for entry in optimizer.state.values():
         if "step" in entry:
             entry["step"] = entry["step"] * 0
@@ -312,9 +307,8 @@ class FirstStates:
         self._unused = not optimizer.state and is_for_checkpoint()
 
     def _saves(self, optimizer: Any) -> None:
-        if self._unused:
-            count_no_step(optimizer)
-        elif not optimizer.state and is_for_checkpoint():
+        if self._unused or (not optimizer.state and is_for_checkpoint()):
+            optimizer.state.clear()  # torch's own call has put the weight decay into them
             make_states(optimizer, partial(type(optimizer).step, optimizer))
             self._unused = True
 

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mezzo.pytorch.dtypes import SIXTEEN_BITS
+from mezzo.pytorch.dtypes import FLOATS, SIXTEEN_BITS
 from mezzo.pytorch.kernels import backend
 from mezzo.pytorch.kernels.cross_entropy import reference
 from mezzo.pytorch.kernels.cross_entropy.reference import Rows
 from mezzo.pytorch.kernels.plain import differentiable_gradients, is_plain, wide_row
 
 _aten = torch.ops.aten
-_CLASSES, _WEIGHTS = (torch.int64, torch.uint8), (*SIXTEEN_BITS, torch.float32)
+_CLASSES = (torch.int64, torch.uint8)
 _DEVICES = ("cpu", "cuda")
 SMALL = 1 << 15  # number of logits up to which PyTorch's operations are faster, and their FP32 copies small
 
@@ -79,7 +79,7 @@ def _is_ours(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Se
         return False
     for tensor, shape, dtypes in (
         (target, logits.shape[:1] + logits.shape[2:] if logits.dim() > 1 else (), _CLASSES),
-        (weight, (classes,), _WEIGHTS),
+        (weight, (classes,), FLOATS),
     ):
         if tensor is not None and (
             tensor.shape != shape

@@ -50,7 +50,7 @@ def rows_loss(given: Rows) -> tuple[Tensor, Tensor]:
     lse = logits.new_empty(len(logits), dtype=torch.float64)
     is_wrong = array("q", (0,))
     more = {LOSSES: loss.data_ptr(), LSES: lse.data_ptr(), IS_WRONG: is_wrong.buffer_info()[0]}
-    _run("losses", given, more)
+    _run("loss_of_row", given, more)
     if is_wrong[0]:
         check_targets(given)
     return loss, lse
@@ -66,11 +66,11 @@ def rows_gradient(given: Rows, lse: Tensor, scale: Tensor, out: Tensor) -> None:
         GRADIENTS: out.data_ptr(),
         GRADIENT_STRIDE: out.stride(0) * out.element_size(),
     }
-    _run("gradients", given, more)
+    _run("gradient_of_row", given, more)
 
 
-def _run(main: str, given: Rows, more: dict[int, int]) -> None:
-    """Run one of the loops below on a job of these rows and some more words."""
+def _run(work: str, given: Rows, more: dict[int, int]) -> None:
+    """Run one of the functions below on each of these rows; the job has some more words."""
     logits, target, weight, ignore_index, label_smoothing = given
     target = target.contiguous()
     smoothing = array("d", (label_smoothing,))
@@ -85,15 +85,15 @@ def _run(main: str, given: Rows, more: dict[int, int]) -> None:
     for word, value in more.items():
         job[word] = value
     call = jit.alone if logits.numel() <= _ALONE else jit.parallel
-    call(_kernel(main, logits.dtype, label_smoothing > 0), job.buffer_info()[0])
+    call(_kernel(work, logits.dtype, label_smoothing > 0), job.buffer_info()[0])
 
 
 @functools.cache
-def _kernel(main: str, dtype: torch.dtype, is_smoothed: bool) -> int:
+def _kernel(work: str, dtype: torch.dtype, is_smoothed: bool) -> int:
     same = {name: name for name in ("largest", "store", "store_number")}
     bindings = jit.elements(dtype, at="logit_at", load_quiet="load_logit", **same)
-    bindings["IS_SMOOTHED"] = str(is_smoothed)
-    return jit.kernel(sys.modules[__name__], bindings, main).address
+    bindings |= {"IS_SMOOTHED": str(is_smoothed), "work": work}
+    return jit.kernel(sys.modules[__name__], bindings).address
 
 
 @expand
@@ -178,11 +178,6 @@ def loss_of_row(job: Pointer, i: int) -> None:
     out[i] = f32(loss)
 
 
-def losses(job: Pointer) -> None:
-    """Take rows until none is left."""
-    cpu.share(job, job[ROWS], job[ROWS_AT_ONCE], loss_of_row)
-
-
 @inline
 def fill(out: Pointer, classes: int, value: float) -> None:
     """A row of one number."""
@@ -234,6 +229,9 @@ def gradient_of_row(job: Pointer, i: int) -> None:
     store(out, target, correct)
 
 
-def gradients(job: Pointer) -> None:
+work = loss_of_row  # bound
+
+
+def main(job: Pointer) -> None:
     """Take rows until none is left."""
-    cpu.share(job, job[ROWS], job[ROWS_AT_ONCE], gradient_of_row)
+    cpu.share(job, job[ROWS], job[ROWS_AT_ONCE], work)

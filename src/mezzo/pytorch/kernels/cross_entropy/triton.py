@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mezzo.pytorch.dtypes import FLOATS
 from mezzo.pytorch.kernels import block
 from mezzo.pytorch.kernels.cross_entropy.reference import Rows, check_targets
 
@@ -23,8 +24,6 @@ BLOCK = 4096  # classes that a program holds at once
 
 OPTIONS: Mapping[str, Any] = MappingProxyType({"num_warps": 8, "enable_fp_fusion": True})
 """How the kernels are compiled."""
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # numbered as in `block`
 
 
 def rows_loss(given: Rows) -> tuple[Tensor, Tensor]:
@@ -59,7 +58,7 @@ def rows_gradient(given: Rows, lse: Tensor, scale: Tensor, out: Tensor) -> None:
 def _constants(given: Rows) -> dict[str, Any]:
     """What the kernels are compiled for."""
     logits, _, weight, _, label_smoothing = given
-    made = {"DTYPE": _DTYPES.index(logits.dtype), "BLOCK": _block(logits.shape[1])}
+    made = {"DTYPE": FLOATS.index(logits.dtype), "BLOCK": _block(logits.shape[1])}
     return {**made, "SMOOTHED": label_smoothing > 0, "WEIGHTED": weight is not None, **OPTIONS}
 
 

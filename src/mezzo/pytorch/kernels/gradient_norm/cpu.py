@@ -54,7 +54,7 @@ def _sums(dtype: torch.dtype, grads: list[Tensor]) -> npt.NDArray[np.float64]:
 @functools.cache
 def _kernel(dtype: torch.dtype) -> int:
     bindings = jit.elements(dtype, load="load_x", at="x_at")
-    return jit.kernel(sys.modules[__name__], bindings, "sum_squares").address
+    return jit.kernel(sys.modules[__name__], bindings).address
 
 
 @functools.lru_cache(maxsize=16)
@@ -96,6 +96,6 @@ def work(job: Pointer, this: int) -> None:
     sums[this] = sum_block(x_at(tensors[2 * tensor]), start, stop)
 
 
-def sum_squares(job: Pointer) -> None:
+def main(job: Pointer) -> None:
     """Take blocks until none is left."""
     cpu.share(job, job[BLOCKS], 1, work)

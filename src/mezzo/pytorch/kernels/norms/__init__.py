@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mezzo.pytorch.dtypes import SIXTEEN_BITS
+from mezzo.pytorch.dtypes import FLOATS, SIXTEEN_BITS
 from mezzo.pytorch.kernels import backend
 from mezzo.pytorch.kernels.plain import differentiable_gradients, is_plain, wide_row
 
-_PARAMETERS = (torch.float32, torch.float16, torch.bfloat16)
 _EPSILON = torch.finfo(torch.float32).eps
 
 
@@ -99,7 +98,7 @@ def _fits(input: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form)
         return False
     for parameter in (weight, bias):
         if parameter is not None and (
-            parameter.shape != shape or parameter.dtype not in _PARAMETERS or not parameter.is_cpu
+            parameter.shape != shape or parameter.dtype not in FLOATS or not parameter.is_cpu
         ):
             return False
     return True

@@ -57,12 +57,12 @@ def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form) -
         scale, shift = _address(weight, columns, 1.0), _address(bias, columns, -0.0)
         means = statistics.data_ptr()
         rstds = means + (4 * rows if is_centred else 0)
-        taken = max(jit.shared(rows), _LEAST // columns)
+        block_rows = max(jit.shared(rows), _LEAST // columns)
         job = _Job(
-            *(0, taken, rows, columns, x.data_ptr(), scale, means, rstds, shift),
-            *(out.data_ptr(), _pattern(epsilon)),
+            *(0, 1, rows, columns, x.data_ptr(), scale, means, rstds, shift),
+            *(out.data_ptr(), _pattern(epsilon), -(-rows // block_rows), block_rows),
         )
-        jit.run(_kernel("normalise", x.dtype, False, is_centred), job, rows * columns)
+        jit.run(_kernel("normalise_block", x.dtype, False, is_centred), job, rows * columns)
     return out, statistics
 
 
@@ -84,7 +84,7 @@ def backward(
         *(0 if tensor is None else tensor.data_ptr() for tensor in (dx, sums)),
     )
     if rows:
-        jit.run(_kernel("differentiate", x.dtype, wants_sums, is_centred), job, rows * columns)
+        jit.run(_kernel("differentiate_block", x.dtype, wants_sums, is_centred), job, rows * columns)
     if sums is None:
         return dx, None, None
     # PyTorch splits the sum between threads by columns, so the order is always the same.
@@ -109,13 +109,14 @@ def _pattern(value: float) -> int:
 
 
 @functools.cache
-def _kernel(main: str, x: torch.dtype, has_sums: bool, is_centred: bool) -> int:
+def _kernel(work: str, x: torch.dtype, has_sums: bool, is_centred: bool) -> int:
     bindings = {
         **jit.elements(x, load="load_x", store="store_x"),
         "HAS_SUMS": str(has_sums),
         "IS_CENTRED": str(is_centred),
+        "work": work,
     }
-    return jit.kernel(sys.modules[__name__], bindings, main).address
+    return jit.kernel(sys.modules[__name__], bindings).address
 
 
 @expand
@@ -169,13 +170,9 @@ def normalise_block(job: Pointer, number: int) -> None:
     """Normalize one block of rows."""
     tensors = int16_at(job[X]), float32_at(job[WEIGHT]), float32_at(job[BIAS]), int16_at(job[OUT])
     statistics = float32_at(job[MEANS]), float32_at(job[RSTDS])
-    start, stop = number * job[TAKEN], min((number + 1) * job[TAKEN], job[ROWS])
+    rows = job[BLOCK_ROWS]
+    start, stop = number * rows, min(number * rows + rows, job[ROWS])
     normalise_rows(tensors, statistics, start, stop, job[COLUMNS], cpu.float_of(i32(job[EPSILON])))
-
-
-def normalise(job: Pointer) -> None:
-    """Take blocks of rows until none is left."""
-    cpu.share(job, (job[ROWS] + job[TAKEN] - 1) // job[TAKEN], 1, normalise_block)
 
 
 @expand
@@ -253,6 +250,9 @@ def differentiate_block(job: Pointer, number: int) -> None:
     differentiate_rows(tensors, statistics, sums, start, stop, columns, job[DX] != 0)
 
 
-def differentiate(job: Pointer) -> None:
-    """Take some blocks until none is left."""
-    cpu.share(job, job[BLOCKS], job[TAKEN], differentiate_block)
+work = normalise_block  # bound
+
+
+def main(job: Pointer) -> None:
+    """Take blocks of rows until none is left."""
+    cpu.share(job, job[BLOCKS], job[TAKEN], work)

@@ -4,7 +4,7 @@ A kind is a rule, the storage of masters and states, and the gradient's dtype. A
 and weights into a table in Python, about half a microsecond per parameter; the rest of the table is cached. Threads
 take chunks of it by a counter. Every word has 64 bits. A 16-bit tensor's elements are loaded as bit patterns.
 
-With scaled states (`step_groups`) new states of a group wait on the stack, because the largest determines the scale.
+With scaled states (`groups`) new states of a group wait on the stack, because the largest determines the scale.
 """
 
 from __future__ import annotations
@@ -167,13 +167,13 @@ def _row_words(row: Row) -> list[int]:
 
 def _kernel(kind: Kind) -> jit.Kernel:
     rule, l2, states, state, weight, grad_dtype = kind
-    infinite = {"own": "nothing", "fp16": "infinite_fp16"}.get(weight, "infinite_bf16")
     bindings = {
         "rule": f"f.{rule}",
         "coupled": "f.coupled" if l2 else "f.uncoupled",
         "decode": f"f.decode_{weight}",
         "encode": f"f.encode_{weight}",
-        "infinite": infinite,
+        "infinite": "nothing" if weight == "own" else "is_infinite",
+        "INFINITY": "0x7C00" if weight == "fp16" else "0x7F80",
         "weight_noise": "noise_apart" if weight == "none" else "noise_same",
         **jit.elements(grad_dtype, load="load_grad", at="grad_at"),
         **_access("weight", "float32" if weight == "own" else "int16"),
@@ -187,10 +187,10 @@ def _kernel(kind: Kind) -> jit.Kernel:
             f"{each}_{name}": f"f.{each}_{codec}" if exists else "nothing" for each in ("value", "code")
         }
     if not how.is_scaled:
-        return jit.kernel(sys.modules[__name__], bindings, "step_elements")
+        return jit.kernel(sys.modules[__name__], bindings)
     if states == 1:
         bindings |= {"load_second_scale": "nothing", "store_second_scale": "nothing"}
-    return jit.kernel(sys.modules[__name__], bindings, "step_groups")
+    return jit.kernel(sys.modules[__name__], {**bindings, "walk": "walk_groups"})
 
 
 def _access(name: str, memory: str) -> dict[str, str]:
@@ -246,16 +246,13 @@ def store_pattern(x: Pointer, i: int, pattern: int) -> None:
     x[i] = pattern
 
 
-@inline
-def infinite_bf16(weight: Pointer, i: int) -> bool:
-    """Whether a bf16 weight in memory is an infinity."""
-    return i16(weight[i] & i16(0x7FFF)) == i16(0x7F80)
+INFINITY = 0x7F80  # bound
 
 
 @inline
-def infinite_fp16(weight: Pointer, i: int) -> bool:
-    """Whether an fp16 weight in memory is an infinity."""
-    return i16(weight[i] & i16(0x7FFF)) == i16(0x7C00)
+def is_infinite(weight: Pointer, i: int) -> bool:
+    """Whether a 16-bit weight in memory is an infinity."""
+    return i16(weight[i] & i16(0x7FFF)) == i16(INFINITY)
 
 
 @inline
@@ -274,7 +271,7 @@ rule = f.adamw  # bound
 coupled = f.uncoupled  # bound
 decode = f.decode_split  # bound
 encode = f.encode_split  # bound
-infinite = infinite_bf16  # bound
+infinite = is_infinite  # bound
 weight_noise = noise_same  # bound
 load_weight = load_pattern  # bound
 store_weight = store_pattern  # bound
@@ -298,23 +295,6 @@ load_second_scale = cpu.load_bf16  # bound
 store_second_scale = store_pattern  # bound
 
 Pointers = tuple[Pointer, ...]
-
-
-@inline
-def share(job: Pointer, walk: Callable[..., Any]) -> None:
-    """Take chunks until none is left; ``walk(row, start, stop, constants)`` returns whether a weight overflowed."""
-    overflow = i32(0)
-    chunk_list, table, constant_table = int64_at(job[CHUNK_LIST]), job[TABLE], job[CONSTANT_TABLE]
-    while True:
-        chunk = cpu.take(job)
-        if chunk >= job[CHUNKS]:
-            break
-        row = int64_at(table + chunk_list[2 * chunk] * (8 * ROW_WORDS))
-        start = chunk_list[2 * chunk + 1]
-        constants = cpu.float32_at(constant_table + row[CONSTANTS] * (4 * CONSTANT_WORDS))
-        overflow = i32(overflow | walk(row, start, min(start + CHUNK, row[NUMEL]), constants))
-    if overflow != 0:
-        cpu.float32_at(job[OVERFLOW])[0] = f32(1)
 
 
 @inline
@@ -366,11 +346,6 @@ def walk_elements(row: Pointer, start: int, stop: int, constants: Pointer) -> in
     weight, master, grad = weight_at(row[WEIGHT]), master_at(row[MASTER]), grad_at(row[GRAD])
     of = weight, master, grad, first_at(row[FIRST]), second_at(row[SECOND])
     return elements(of, constants, row[ORDINAL], row[OFFSET], start, stop)
-
-
-def step_elements(job: Pointer) -> None:
-    """Take chunks until none is left."""
-    share(job, walk_elements)
 
 
 # Below, `of` is: weight, master, gradient, first state and its scales, second state and its scales; `new` is a group's
@@ -463,6 +438,20 @@ def walk_groups(row: Pointer, start: int, stop: int, constants: Pointer) -> int:
     return groups(of, constants, row[ORDINAL], row[OFFSET], start, stop)
 
 
-def step_groups(job: Pointer) -> None:
-    """Take chunks until none is left."""
-    share(job, walk_groups)
+walk = walk_elements  # bound
+
+
+def main(job: Pointer) -> None:
+    """Take chunks until none is left; `walk` returns whether a weight overflowed."""
+    overflow = i32(0)
+    chunk_list, table, constant_table = int64_at(job[CHUNK_LIST]), job[TABLE], job[CONSTANT_TABLE]
+    while True:
+        chunk = cpu.take(job)
+        if chunk >= job[CHUNKS]:
+            break
+        row = int64_at(table + chunk_list[2 * chunk] * (8 * ROW_WORDS))
+        start = chunk_list[2 * chunk + 1]
+        constants = cpu.float32_at(constant_table + row[CONSTANTS] * (4 * CONSTANT_WORDS))
+        overflow = i32(overflow | walk(row, start, min(start + CHUNK, row[NUMEL]), constants))
+    if overflow != 0:
+        cpu.float32_at(job[OVERFLOW])[0] = f32(1)

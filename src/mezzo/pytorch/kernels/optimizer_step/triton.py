@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mezzo.pytorch.dtypes import FLOATS
 from mezzo.pytorch.kernels import block
 from mezzo.pytorch.kernels.optimizer_step import Groups, Hyper, Row, address, form, formulas
 
@@ -34,7 +35,6 @@ CURRENT_WORDS = 3
 HYPER_WORDS = 8
 _MOST_BLOCKS = 16  # per program
 
-_GRADS = (torch.float32, torch.bfloat16, torch.float16)
 _TABLES = 1024  # cached by one stepper: with gradient release every parameter has its own
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -146,7 +146,7 @@ def kind_of(row: Row, hyper: Hyper) -> int:
     """The code that a row needs, as a number: ``masters + 8 * state + 64 * gradient + 256 * variant``."""
     masters = formulas.FORMS.index(form(row.masters, row.weight.dtype))
     state = tuple(formulas.state_formats).index(row.state)
-    return masters + 8 * state + 64 * _GRADS.index(_grad(row).dtype) + 256 * _variant(hyper)
+    return masters + 8 * state + 64 * FLOATS.index(_grad(row).dtype) + 256 * _variant(hyper)
 
 
 class PointerTable:

@@ -19,12 +19,11 @@ from torch import Tensor
 from mezzo.core.formats import FORMATS, named
 from mezzo.core.recipes import ELEMENTS, HADAMARD, Factor
 from mezzo.core.rounding import RoundingPlan
-from mezzo.pytorch.dtypes import dtype_of
+from mezzo.pytorch.dtypes import FLOATS, dtype_of
 from mezzo.pytorch.kernels.backend import KERNELS, cpu_loops
 from mezzo.pytorch.kernels.plain import is_plain
 from mezzo.pytorch.rounding import random_integers
 
-_READ = (torch.float32, torch.bfloat16, torch.float16)  # what the compiled loops read
 _MANTISSA = (1 << 23) - 1  # of an FP32 pattern
 _PLANS = {name: RoundingPlan(named(name), FORMATS["fp32"], "saturate") for name in ELEMENTS}
 _LARGEST = torch.finfo(torch.float32).max
@@ -66,7 +65,7 @@ def quantize(x: Tensor, factor: Factor, dim: int = 1, dtype: torch.dtype | None 
         inv_scale = 2.0 ** ceil(log2(x.abs().max() / factor.largest))
         codes = (x.float() / inv_scale).to(torch.float8_e4m3fn)
     """
-    kernel = _kernel(x) if x.dtype in _READ and factor.scale != "fp32" else None
+    kernel = _kernel(x) if x.dtype in FLOATS and factor.scale != "fp32" else None
     if kernel is not None and (fused := _fused(kernel, x.detach(), factor, dim, dtype)) is not None:
         return fused
     wide = _in_blocks(x.detach().to(torch.float32), factor, dim)

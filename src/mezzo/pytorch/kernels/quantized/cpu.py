@@ -88,8 +88,8 @@ def mixed(x: Tensor, matrix: Tensor) -> Tensor:
     tiles = rows // HADAMARD * -(-columns // SPAN_MIXED)
     sizes = 0, jit.shared(tiles), tiles, columns, HADAMARD, 0, SPAN_MIXED
     job = _Job(*sizes, x.data_ptr(), 0, values.data_ptr(), matrix.data_ptr())
-    kernel = jit.kernel(sys.modules[__name__], jit.elements(x.dtype, load="load_x", at="x_at"), "mix_tiles")
-    jit.run(kernel.address, job, x.numel())
+    bindings = {**jit.elements(x.dtype, load="load_x", at="x_at"), "work": "mix_part"}
+    jit.run(jit.kernel(sys.modules[__name__], bindings).address, job, x.numel())
     return values
 
 
@@ -110,7 +110,7 @@ def _quantizer(factor: Factor, width: int, x: torch.dtype) -> int:
         "gaps_of": "stochastic" if factor.stochastic else "nearest",
         "code_of": "own_code" if form.bits == 8 else "wider_code",
     }
-    return jit.kernel(sys.modules[__name__], bindings, "quantize_tiles").address
+    return jit.kernel(sys.modules[__name__], bindings).address
 
 
 @functools.cache
@@ -120,8 +120,9 @@ def _decoder(codes: torch.dtype, width: int, values: torch.dtype) -> int:
         **jit.elements(values, store="store_value", at="value_at"),
         **_width(width),
         "value_of_code": f"value_of_{element}",
+        "work": "decode_row",
     }
-    return jit.kernel(sys.modules[__name__], bindings, "decode_rows").address
+    return jit.kernel(sys.modules[__name__], bindings).address
 
 
 NMANT = 3  # bound
@@ -295,11 +296,6 @@ def quantize_part(job: Pointer, tile: int) -> None:
         job[NOT_FINITE] = 1
 
 
-def quantize_tiles(job: Pointer) -> None:
-    """Take tiles until none is left."""
-    cpu.share(job, job[TILES], job[TAKEN], quantize_part)
-
-
 @loop
 def decode_blocks(
     codes: Pointer, values: Pointer, inv_scales: Pointer, start: int, first: int, blocks: int, width: int
@@ -318,11 +314,6 @@ def decode_row(job: Pointer, row: int) -> None:
     width = WIDTH if WIDTH else columns // across
     codes, values, inv_scales = uint8_at(job[CODES]), value_at(job[VALUES]), float32_at(job[SCALES])
     decode_blocks(codes, values, inv_scales, row * columns, row // job[HEIGHT] * across, across, width)
-
-
-def decode_rows(job: Pointer) -> None:
-    """Take rows until none is left."""
-    cpu.share(job, job[TILES], job[TAKEN], decode_row)
 
 
 @loop
@@ -351,6 +342,9 @@ def mix_part(job: Pointer, tile: int) -> None:
     mix_tile(x, values, matrix, start, min(span, columns - column), columns)
 
 
-def mix_tiles(job: Pointer) -> None:
-    """Take tiles until none is left."""
-    cpu.share(job, job[TILES], job[TAKEN], mix_part)
+work = quantize_part  # bound
+
+
+def main(job: Pointer) -> None:
+    """Take tiles, or rows, until none is left."""
+    cpu.share(job, job[TILES], job[TAKEN], work)
