@@ -241,6 +241,40 @@ def test_a_metric_is_read_and_judged(case: Case) -> None:
     assert one["parity"] == "divergent"
 
 
+def test_a_model_that_was_trained_before_another_one_is_judged_too(case: Case) -> None:
+    case.write({"*": {"early": 0.0}, "bf16": {"early": 3.0}})
+    for seeds in (1, 3):
+        one = case.candidate(seeds=seeds)
+        assert one["parity"] == "inconclusive", one["reason"]
+        assert "Phase 1 of 2 ended worse" in one["plain"]
+        assert "script of its own" in one["advice"]
+        assert (one["command"], one["proof"]) == ("", "")
+        assert (one["steps"], [read_run(case.out / "runs", f"fp32-{k}").steps for k in range(seeds)]) == (
+            40,
+            [40] * seeds,
+        )
+    assert one["loss_parity"] == "equivalent"
+
+
+def test_harm_that_was_over_at_the_end_is_in_the_answer(case: Case) -> None:
+    one = {**case.candidate(seeds=3), "parity": "consistent", "departed": "Between 50% and 60% it was higher"}
+    told = answer("bf16", one, case.request(seeds=3), case.out)
+    assert "Between 50% and 60% it was higher." in told["plain"]
+    assert told["unproven"] == "Between 50% and 60% it was higher"
+    assert told["proof"] == ""
+    assert "would probably do" not in told["advice"]
+
+
+def test_a_script_that_is_not_reproducible_is_named(case: Case) -> None:
+    case.write({"*": {"spread": 2.0}, "fp32-ulp-0": {"first": 9.0}})
+    one = case.candidate(seeds=3)
+    assert one["parity"] == "inconclusive", one["reason"]
+    assert "began with the losses" in one["notes"][0]
+    assert one["advice"].startswith("make the script reproducible")
+    case.write({"fp32-0": {"first": 2.5}, "fp32-ulp-0": {"first": 2.501}})
+    assert [note for note in case.candidate(fresh=True)["notes"] if "began" in note] == []
+
+
 def test_what_is_slower_and_saves_nothing_is_not_recommended(case: Case) -> None:
     one = case.candidate(seeds=3)
     for memory, word, command in ((0.97, "stay with FP32", "mezzo doctor"), (0.6, "use bf16", "mezzo run")):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from mezzo.compare.measure import Speed, speed, step_times
+from mezzo.compare.measure import Phases, Speed, speed, step_times
 from mezzo.core.records import UpdateRecord
 
 
@@ -30,6 +30,22 @@ def updates(at: Sequence[float], observed: Sequence[int] = (), optimizer: int = 
 def test_which_steps_are_timed(count: int, observed: tuple[int, ...], left: list[int]) -> None:
     at = np.cumsum(np.arange(count, dtype=float))  # interval i lasts i + 1 seconds
     assert step_times(updates(at, observed)).tolist() == [i + 1 for i in left]
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "steps", "ends"),
+    [
+        ([], 0, {}),
+        ([0] * 5, 5, {0: 4}),
+        ([0] * 4 + [1] * 3, 7, {0: 3, 1: 6}),  # a second optimizer takes over
+        ([0, 1] * 3, 3, {0: 4}),  # a GAN's
+        ([0, 0, 0, 1] * 2, 6, {0: 6}),
+        ([0, 1] * 3 + [2, 3] * 2, 5, {0: 4, 2: 8}),  # of a second GAN
+    ],
+)
+def test_steps_and_phases(optimizers: list[int], steps: int, ends: dict[int, int]) -> None:
+    found = Phases(optimizers)
+    assert (found.steps, found.leaders) == (steps, ends)
 
 
 def times(rng: np.random.Generator, seconds: float, count: int = 60, spread: float = 0.05) -> np.ndarray:

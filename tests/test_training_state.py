@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import mezzo
 from mezzo.core.errors import CallOrderError, UsageError
@@ -311,3 +313,31 @@ def test_a_loss_scale_may_be_written_as_a_policy_writes_it() -> None:
     made = (training("sgd", "fp16", loss_scale=text) for text in ("dynamic(init=1024)", "2**10"))
     dynamic, constant = (mp._resolved.scaler.on_host() for mp in made)
     assert (dynamic, constant) == (mezzo.DynamicLossScale(init=1024.0), mezzo.StaticLossScale(1024.0))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.NAdam])
+def test_weight_decay_is_not_in_the_states_of_no_step(kind: type[torch.optim.Optimizer]) -> None:
+    """A checkpoint before the first step continues as new. Previously PyTorch's step had put the decay into it."""
+
+    def training() -> tuple[nn.Module, torch.optim.Optimizer, mezzo.MixedPrecision]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = kind(model.parameters(), lr=0.1, weight_decay=0.5)  # type: ignore[call-arg]
+        return model, optimizer, mezzo.MixedPrecision(model, optimizer, "bf16")
+
+    def trained(model: nn.Module, mp: mezzo.MixedPrecision) -> Tensor:
+        for _ in range(2):
+            with mp.autocast():
+                loss = model(torch.ones(3, 4)).float().pow(2).sum()
+            mp.step(loss)
+        return model.weight.detach().clone()
+
+    model, _, mp = training()
+    expected = trained(model, mp)
+    model, optimizer, mp = training()
+    saved = get_optimizer_state_dict(model, optimizer)
+    assert not any(entry["exp_avg"].any() for entry in saved["state"].values())
+    assert torch.equal(trained(model, mp), expected)
+    model, optimizer, mp = training()
+    set_optimizer_state_dict(model, optimizer, saved)
+    assert torch.equal(trained(model, mp), expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,12 +175,44 @@ ROWS: dict[str, tuple[Any, Any, float | None, Parity, str]] = {
     "two pairs, harm in one only": ((0.0, 0.001), (0.2, 0.0), 0.001, INC, UNSURE),
     "one run of three ruined": (THREE, RUINED, 1e-4, DIV, "With seed 2 its loss in the last tenth"),
     "a dive in the last three steps": (THREE, DIVE, 1e-4, DIV, "With seed 2 its loss in the very end"),
-    "a spike that is over at the end": (THREE, SPIKES, 1e-4, CON, "between 60% and 70% of the run"),
+    "a spike that is over at the end": (THREE, SPIKES, 1e-4, CON, "Between 60% and 70% of the run"),
     "NaN from the middle on": (THREE, NAN, None, DIV, "its loss is nan from step 50"),
     "an infinite loss, not skipped": ((0.0,), INF, None, DIV, "its loss is inf from step 50"),
     "no step moved": ((0.0,), UNMOVED, None, DIV, "no optimizer step changed the weights"),
     "no loss at all": ((0.0,), EMPTY, None, DIV, "recorded no loss"),
 }
+
+
+def phased(*gaps: float, levels: tuple[float, ...] = (0.0, 0.03, -0.02)) -> dict[int, RunResult]:
+    """Runs of several phases in a row, each with a gap and the same curve."""
+    ends = tuple(STEPS * (n + 1) for n in range(len(gaps) - 1))
+    return {
+        k: RunResult(
+            np.concatenate([CLEAN + level + gap for gap in gaps]), moved=STEPS * len(gaps), ends=ends
+        )
+        for k, level in enumerate(levels)
+    }
+
+
+@pytest.mark.parametrize("levels", [(0.0,), (0.0, 0.03, -0.02)])
+def test_an_earlier_phase_that_ended_worse_forbids_harmless(levels: tuple[float, ...]) -> None:
+    """As of two models, trained one after the other: the end of the run is that of the second."""
+    base, twin = phased(0.0, 0.0, levels=levels), phased(1e-4, -1e-4, levels=(0.0,))
+    found = judge(base, phased(0.4, 1e-4, levels=levels), twin)
+    assert found.parity is Parity.INCONCLUSIVE, found.reason
+    assert "Phase 1 of 2 ended worse, with loss 1.4" in found.cause
+    same = judge(base, phased(1e-4, 1e-4, levels=levels), twin)
+    assert same.parity is (Parity.EQUIVALENT if len(levels) == 3 else Parity.CONSISTENT), same.reason
+    assert judge(base, phased(0.0, 0.4, levels=levels), twin).parity is Parity.DIVERGENT
+    short = {k: replace(run, ends=(2 * STEPS - 3,)) for k, run in base.items()}
+    assert [len(run.phases) for run in short.values()] == [1] * len(levels)  # three losses are no phase
+
+
+def test_harm_that_was_over_at_the_end_is_told() -> None:
+    found = judge(runs(*THREE), SPIKES, {0: run(1e-4)})
+    assert found.departed.endswith("more than the margin, though not at the end")
+    assert found.departed in found.reason
+    assert judge(runs(*THREE), runs(*CLOSE), {0: run(1e-4)}).departed == ""
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -15,6 +15,8 @@ The script is a JSON object: run name (`bf16-1`), `own` (`off`), precision (`bf1
     pace 0.01     sleep so long before each loss, and for half a minute where the parent is gone
     child true    start a process that sleeps for a minute
     seedless true the result of seed 0 under each seed
+    early 0.4     a second optimizer takes over in the middle; add to the losses before
+    first 5.0     the first loss
     mistake "why" end as it does for a policy that only the script's model shows to be wrong
 """
 
@@ -62,8 +64,11 @@ def main() -> int:
         time.sleep(does.get("pace", 0.0) if os.getppid() == parent else 30)
         loss = 1 + 1.5 * math.exp(-i / 4) + level + 1e-4 * noise.gauss(0, 1) + does.get("shift", 0.0)
         at += does.get("seconds", 0.01) * (1 + 0.02 * noise.gauss(0, 1))
+        taken_over = "early" in does and i >= 20
+        loss += 0.0 if taken_over else does.get("early", 0.0)
+        loss = does.get("first", loss) if i == 0 else loss
         writer.write(records.LossRecord(i, float("nan") if i == does.get("nan") else float(loss), at))
-        writer.write(records.UpdateRecord(i, 0, True, False, 1.0, at))
+        writer.write(records.UpdateRecord(i, int(taken_over), True, False, 1.0, at))
     if request["observe"]:
         writer.write(records.MemoryRecord(does.get("memory", 1000), "tensor bytes"))
     print(does.get("say", ""), flush=True)

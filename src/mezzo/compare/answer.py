@@ -16,10 +16,12 @@ from mezzo.core.comparison import FEWEST_FOR_TOST, ORDER, READING, WIDE
 from mezzo.core.equivalence import MOST_PAIRS
 from mezzo.core.policy import policy
 from mezzo.core.records import HAD_TF32, NOTHING_RAN, file_name
+from mezzo.core.verdict import TAKES_OVER
 
 MOST_RUNS = 30  # where more would be needed, other ways are suggested, too
 SAME = 1.05  # speeds that differ by less than this factor are called the same
 LITTLE = 0.95  # less memory than this share of FP32's is worth a step that is not faster
+STARTS_DIFFER = "Two FP32 runs with the same seed began with the losses "
 DIGITS = 5  # of a loss or a metric
 
 Candidate = Mapping[str, Any]
@@ -29,6 +31,8 @@ def answer(name: str, one: Candidate, request: Request, folder: Path) -> dict[st
     """The keys of `verdict.json` that answer in plain words: `plain`, what to do next, and the command of a proof."""
     advice, use = _next_step(name, one, request, folder)
     plain = f"{_judged(one, request)}."
+    if one["departed"]:
+        plain += f" {one['departed']}."
     if one.get("overflow"):
         plain += f" First overflow: {one['overflow']}."
     if one["pairs"]:
@@ -153,7 +157,9 @@ def unclear_speed(one: Candidate) -> str:
 
 
 def _unproven(one: Candidate) -> str:
-    """Why equality is not proven: intervals that exceed their margin, or none; empty where the margin holds them."""
+    """Why equality is not proven: intervals that exceed their margin, or none, or an earlier harm; else empty."""
+    if one["departed"]:
+        return str(one["departed"])
     if one["seeds"] == 1 < len(one["pairs"]):
         how = "Draw the initial weights or the data's order from the generators of torch, NumPy or random"
         return f"Every seed gave the same FP32 run, so more pairs prove nothing. {how}"
@@ -182,7 +188,7 @@ def _pairs(count: float) -> str:
 def _proof(name: str, one: Candidate, request: Request, folder: Path) -> str:
     """The command that would probably prove the candidate equal; empty if no number of pairs is known for it."""
     needed = _needed(one)
-    if one["parity"] != "consistent" or request.demo or not 0 < needed <= MOST_PAIRS:
+    if one["parity"] != "consistent" or one["departed"] or request.demo or not 0 < needed <= MOST_PAIRS:
         return ""
     seeds = max(request.seeds + 1, needed)
     more = {**request.asked(), "precisions": [name], "seeds": seeds}
@@ -214,6 +220,10 @@ def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tup
     if NOTHING_RAN in (one["cause"] or ""):
         where = '"so nothing ran in bf16" in docs/troubleshooting.md'
         return f"train FP32 parameters of an nn.Module that the script calls. See {where}", ""
+    if (one["cause"] or "").startswith(TAKES_OVER):
+        return "train what each optimizer trains in a script of its own, and compare those", ""
+    if word == "inconclusive" and any(note.startswith(STARTS_DIFFER) for note in one["notes"]):
+        return "make the script reproducible, so that both runs of a pair have the same data and weights", ""
     ignores_seeds = one["seeds"] == 1 < len(one["pairs"])
     if request.seeds < FEWEST_FOR_TOST and not ignores_seeds:
         more = {**asked, "seeds": FEWEST_FOR_TOST}
@@ -237,7 +247,8 @@ def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tup
     proven = ""
     if word == "consistent" and (why := _unproven(one)):
         longer = ", or fewer longer ones," * (_needed(one) > MOST_RUNS)
-        enough = f". To prove it, {_pairs(_needed(one))}{longer} would probably do" if _needed(one) else ""
+        known = _needed(one) and not one["departed"]
+        enough = f". To prove it, {_pairs(_needed(one))}{longer} would probably do" if known else ""
         proven = f", without proof. {why}{enough}"
     saves = (one["peak_memory_ratio"] or 1.0) < LITTLE
     if one["speed_word"] == "slower" and not saves:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from mezzo.compare.answer import in_no_layer
+from mezzo.compare.answer import STARTS_DIFFER, in_no_layer
 from mezzo.compare.folder import strict
 from mezzo.compare.measure import speed
 from mezzo.compare.request import BASELINE, FRAMEWORKS, PERTURBED, Request
@@ -20,6 +20,7 @@ from mezzo.core.records import EMULATED, HAD_TF32, OWN, OWN_PRECISION, SWITCHED_
 from mezzo.core.verdict import Margins, RunResult, Verdict, judge
 
 SCHEMA = 1
+_SAME_START = 0.01  # of the first loss; one ulp in the weights changes it by less than a thousandth of that
 
 Results = Mapping[str, Mapping[int, RunResult]]
 Runs = dict[str, dict[int, FinishedRun]]
@@ -91,6 +92,7 @@ def _candidate(request: Request, name: str, each: Runs, results: Results, margin
             "parity": judged.parity.value,
             "reason": reason,
             "cause": judged.cause,
+            "departed": judged.departed,
             "overflow": _overflow(runs.values()) if judged.cause else "",
             "speedup": fast.speedup if fast else None,
             "speedup_interval": fast.interval if fast else None,
@@ -112,12 +114,22 @@ def _candidate(request: Request, name: str, each: Runs, results: Results, margin
                 {"seed": k, "loss_gap": gap, "metric": ours, "fp32_metric": theirs}
                 for k, gap, ours, theirs in judged.differences
             ],
-            "notes": [*judged.notes, *lacking, *noted],
+            "notes": [*_starts(each), *judged.notes, *lacking, *noted],
             "failed": failed is not None,
             "exit_status": status,
         }
     )
     return found
+
+
+def _starts(each: Runs) -> list[str]:
+    """A note if FP32 and the noise check, whose weights differ by one ulp, began with other losses."""
+    both = [each.get(name, {}).get(0) for name in (BASELINE, PERTURBED)]
+    first = [run.losses[0].loss for run in both if run is not None and run.losses]
+    if len(first) < 2 or abs(first[0] - first[1]) <= _SAME_START * max(map(abs, first)):
+        return []
+    other = "draws from more than the generators of torch, NumPy and random, such as the time or os.urandom"
+    return [f"{STARTS_DIFFER}{first[0]:.4g} and {first[1]:.4g}: the script {other}."]
 
 
 def _quantity(part: Comparison | None, name: str, prefix: str) -> dict[str, Any]:

@@ -1,14 +1,15 @@
 """Step times and the final metric of a run: the speed of two precisions with its interval, the metric from the output.
 
-A step's time is the time between two updates of the first optimizer (two losses, if no optimizer was seen). Medians are
-compared, because a validation pass or another process makes a few steps long and none short.
+A step is an update of the first optimizer, and of one that takes over from it, as in a second phase or for a second
+model (a loss, if no optimizer was seen). Its time is the time since the one before. Medians are compared, because a
+validation pass or another process makes a few steps long and none short.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import NamedTuple
@@ -46,9 +47,44 @@ class Speed:
         return "faster" if low > 1.0 else "slower" if high < 1.0 else "not told apart"
 
 
+class Phases:
+    """Which optimizers take over from one another, from their numbers in the order of their updates.
+
+    Those that step in turns, as a GAN's, are one phase, of the first of them.
+    """
+
+    def __init__(self, optimizers: Iterable[int] = ()) -> None:
+        self._spans: dict[int, list[int]] = {}  # the first update, the last, and how many
+        self._updates = 0
+        for optimizer in optimizers:
+            self.add(optimizer)
+
+    def add(self, optimizer: int) -> None:
+        """One more update."""
+        span = self._spans.setdefault(optimizer, [self._updates, 0, 0])
+        span[1:] = self._updates, span[2] + 1
+        self._updates += 1
+
+    @property
+    def leaders(self) -> dict[int, int]:
+        """The optimizer of each phase -> the index of its last update, in order."""
+        found: dict[int, int] = {}
+        end = -1
+        for optimizer, (first, last, _) in self._spans.items():
+            if first > end:
+                found[optimizer] = end = last
+        return found
+
+    @property
+    def steps(self) -> int:
+        """How many updates the optimizers of the phases made."""
+        return sum(self._spans[optimizer][2] for optimizer in self.leaders)
+
+
 def step_times(updates: Sequence[UpdateRecord], losses: Sequence[LossRecord] = ()) -> Floats:
     """Seconds of each step, without the first five (or 5 %, if more) and those that touch an observed update."""
-    first = [update for update in updates if update.optimizer == 0]
+    leaders = Phases(update.optimizer for update in updates).leaders
+    first = [update for update in updates if update.optimizer in leaders]
     watched = np.zeros(len(losses), dtype=bool)
     at = np.array([loss.at for loss in losses])
     if len(first) > 1:

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from mezzo.compare.measure import Floats, Metric, Reading, step_times
+from mezzo.compare.measure import Floats, Metric, Phases, Reading, step_times
 from mezzo.compare.progress import Watcher
 from mezzo.core import records
 from mezzo.core.verdict import RunResult
@@ -89,9 +90,13 @@ def _end(child: subprocess.Popen[bytes]) -> None:
             return
 
 
+_UPDATE = re.compile(rb'{"kind": "update".*?"optimizer": (\d+),')
+
+
 def _steps_so_far(path: Path) -> Iterator[int]:
     """The steps in a file of records that grows, counted at each `next`, which reads each byte once."""
-    at = updates = losses = 0
+    at = losses = 0
+    phases = Phases()
     while True:
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
             file.seek(at)
@@ -99,8 +104,9 @@ def _steps_so_far(path: Path) -> Iterator[int]:
                 if line.endswith(b"\n"):  # only the last can lack it
                     at += len(line)
                     losses += line.startswith(b'{"kind": "loss"')
-                    updates += line.startswith(b'{"kind": "update"') and b'"optimizer": 0,' in line
-        yield updates or losses
+                    if update := _UPDATE.match(line):
+                        phases.add(int(update[1]))
+        yield phases.steps or losses
 
 
 @contextlib.contextmanager
@@ -169,8 +175,11 @@ class FinishedRun:
 
     def result(self, metric: Metric | None = None) -> RunResult:
         found = self.metric(metric)
+        ends = [self.updates[last].at for last in self._phases.leaders.values()]
+        times = [record.at for record in self.losses]
         return RunResult(
             losses=np.array([record.loss for record in self.losses], dtype=np.float64),
+            ends=tuple(bisect_right(times, end) for end in ends[:-1]),
             metric=found.value if found else None,
             moved=sum(update.moved for update in self.updates) if self.updates else None,
             skipped=sum(update.skipped for update in self.updates),
@@ -186,8 +195,12 @@ class FinishedRun:
 
     @property
     def steps(self) -> int:
-        """Updates of the first optimizer; losses, if no optimizer's step was seen."""
-        return sum(update.optimizer == 0 for update in self.updates) or len(self.losses)
+        """Updates, as `Phases` counts them; losses, if no optimizer's step was seen."""
+        return self._phases.steps or len(self.losses)
+
+    @cached_property
+    def _phases(self) -> Phases:
+        return Phases(update.optimizer for update in self.updates)
 
     @property
     def notes(self) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,17 +19,40 @@ from mezzo.core.errors import UsageError
 
 COLLAPSE_SHARE = 0.25
 COLLAPSE_SPREAD = 6.0
+TAKES_OVER = "One optimizer takes over from another, as for a second model"
+"""The cause begins so where an earlier optimizer's losses ended worse."""
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a finished run is judged by; `moved` is None if no optimizer step was seen, `reruns` is of closures."""
+    """What a finished run is judged by; `moved` is None if no optimizer step was seen, `reruns` is of closures.
+
+    `ends` are the numbers of losses after which a new optimizer took over from another one, as for a second model.
+    """
 
     losses: Floats
     metric: float | None = None
     moved: int | None = None
     skipped: int = 0
     reruns: int = 0
+    ends: tuple[int, ...] = ()
+
+    @property
+    def phases(self) -> list[Floats]:
+        """The losses of each phase: of several in a row with too few losses the last one has all."""
+        each = np.split(np.asarray(self.losses, dtype=np.float64), self.ends)
+        kept = [each[-1]]
+        for part in reversed(each[:-1]):
+            if len(kept[0]) < comparison.LEAST:
+                kept[0] = np.concatenate([part, kept[0]])
+            else:
+                kept.insert(0, part)
+        return kept
+
+    @property
+    def last(self) -> Floats:
+        """The losses of the last phase."""
+        return self.phases[-1]
 
     @property
     def updates(self) -> int | None:
@@ -66,7 +90,19 @@ class Verdict:
     # Of each pair its seed's number, candidate - FP32 of the final loss, and both metrics.
     differences: tuple[tuple[int, float, float | None, float | None], ...] = ()
     notes: tuple[str, ...] = ()
-    cause: str = ""  # broken training, or a run not as long as FP32's, if that decided the word
+    cause: str = (
+        ""  # broken training, a worse earlier phase, or a run of another length, if that decided the word
+    )
+    departed: str = ""  # harm in the second half, though not at the end, which alone forbids `equivalent`
+
+
+class Paired(NamedTuple):
+    """The runs of a comparison; `groups` has the seeds' numbers, of equal FP32 runs together."""
+
+    baseline: Runs
+    candidate: Runs
+    perturbed: Runs
+    groups: list[list[int]]
 
 
 def judge(
@@ -96,20 +132,12 @@ def judge(
         return Verdict(Parity.DIVERGENT, broken, len(groups), notes=tuple(notes), cause=broken)
     perturbed = {k: one for k, one in perturbed.items() if k in baseline and not one.same_as(baseline[k])}
 
-    fp32 = {k: final_loss(run.losses) for k, run in baseline.items()}
-    ours = {k: final_loss(candidate[k].losses) for k in numbers}
     firsts = [group[0] for group in groups]
-    base_end = np.array([fp32[k] for k in firsts])
-    ends = np.array([np.mean([ours[k] for k in group]) for group in groups])
-    learned = float(np.mean([comparison.start_loss(baseline[k].losses) for k in firsts]) - base_end.mean())
-    margin = margins.loss * abs(float(base_end.mean()))
-    ulp_gaps = [gap for k, one in perturbed.items() for gap in _late_gaps(baseline[k], one)]
-    share = comparison.COARSE_SHARE * learned
-    coarse = max(comparison.COARSE * margin, share)
-    loss = compare("final loss", base_end, ends, 1.0, margin, ulp_gaps, coarse, share)
+    runs = Paired(baseline, candidate, perturbed, groups)
+    loss, learned = _final_loss(runs, margins.loss)
     base_metrics, our_metrics = (
-        {k: float(value) for k in numbers if (value := runs[k].metric) is not None}
-        for runs in (baseline, candidate)
+        {k: float(value) for k in numbers if (value := its[k].metric) is not None}
+        for its in (baseline, candidate)
     )
     metric = None
     if len(base_metrics) == len(our_metrics) == len(numbers):
@@ -120,27 +148,32 @@ def judge(
         gaps = [one - other for one, other in moved if one is not None and other is not None]
         worse = -1.0 if margins.metric_higher else 1.0
         metric = compare("metric", base_metric, our_metric, worse, size, gaps, comparison.COARSE * size)
+    loss_gaps = {k: final_loss(candidate[k].last) - final_loss(baseline[k].last) for k in numbers}
     differences = tuple(
-        (k, ours[k] - fp32[k], *((our_metrics[k], base_metrics[k]) if metric else (None, None)))
-        for k in numbers
+        (k, loss_gaps[k], *((our_metrics[k], base_metrics[k]) if metric else (None, None))) for k in numbers
     )
     parts = [loss] if metric is None else [loss, metric]
     parity = max((part.parity for part in parts), key=ORDER.index)
     plan = length is None and not 1 == len(groups) < len(numbers)  # more pairs of equal runs prove nothing
     reason = " ".join(comparison.sentence(part, plan) for part in parts)
-    collapse = _collapse(baseline, candidate, perturbed, numbers, learned)
-    if collapse:
-        parity, reason = Parity.DIVERGENT, collapse
-    elif parity is Parity.EQUIVALENT and (where := _departure(baseline, candidate, groups, margins.loss)):
-        parity, reason = Parity.CONSISTENT, where
-    cause = collapse
+    cause = _collapse(runs, learned)
+    departed = ""
+    if cause:
+        parity, reason = Parity.DIVERGENT, cause
+    elif parity in (Parity.EQUIVALENT, Parity.CONSISTENT) and (cause := _earlier_phase(runs, margins.loss)):
+        parity, reason = Parity.INCONCLUSIVE, f"{cause} {reason}"
+    elif parity is Parity.EQUIVALENT and (departed := _departure(runs, margins.loss)):
+        parity, reason = (
+            Parity.CONSISTENT,
+            f"The final losses are equivalent. {departed}: not called equivalent.",
+        )
     if length is not None:
         cause = cause or length[1] * (length[0] is Parity.DIVERGENT or parity is not Parity.DIVERGENT)
         parity, reason = max(parity, length[0], key=ORDER.index), f"{length[1]} {reason}"
     if parity is Parity.EQUIVALENT:
         rare = f"in fewer than {100 * failure_rate_bound(len(groups)):.0f} % of the seeds (95 % confidence)"
         notes.append(f"{len(groups)} pairs of runs cannot exclude failures that occur {rare}.")
-    return Verdict(parity, reason, len(groups), loss, metric, differences, tuple(notes), cause)
+    return Verdict(parity, reason, len(groups), loss, metric, differences, tuple(notes), cause, departed)
 
 
 def _broken(baseline: Runs, candidate: Runs) -> str:
@@ -225,37 +258,71 @@ def _groups(runs: Runs) -> list[list[int]]:
     return groups
 
 
-def _late_gaps(run: RunResult, other: RunResult) -> list[float]:
+def _final_loss(runs: Paired, margin: float, phase: int = -1) -> tuple[Comparison, float]:
+    """The final loss of a phase, compared; and what FP32 has learned by then."""
+    base, ours = runs.baseline, runs.candidate
+    base_end = np.array([final_loss(base[group[0]].phases[phase]) for group in runs.groups])
+    ends = np.array([np.mean([final_loss(ours[k].phases[phase]) for k in group]) for group in runs.groups])
+    starts = [comparison.start_loss(base[group[0]].losses) for group in runs.groups]
+    learned = float(np.mean(starts) - base_end.mean())
+    size = margin * abs(float(base_end.mean()))
+    ulp_gaps = [
+        gap
+        for k, one in runs.perturbed.items()
+        for gap in _late_gaps(base[k].phases[phase], one.phases[phase])
+    ]
+    share = comparison.COARSE_SHARE * learned
+    coarse = max(comparison.COARSE * size, share)
+    return compare("final loss", base_end, ends, 1.0, size, ulp_gaps, coarse, share), learned
+
+
+def _earlier_phase(runs: Paired, margin: float) -> str:
+    """Harm at the end of a phase before the last, in words; empty if there is none, or runs have other phases."""
+    every = [*runs.baseline.values(), *runs.candidate.values(), *runs.perturbed.values()]
+    count = len(every[0].phases)
+    if any(len(run.phases) != count for run in every):
+        return ""
+    for phase in range(count - 1):
+        loss, _ = _final_loss(runs, margin, phase)
+        if loss.parity is Parity.DIVERGENT:
+            ended = f"{loss.candidate:.5g} (FP32 {loss.baseline:.5g})"
+            return f"{TAKES_OVER}. Phase {phase + 1} of {count} ended worse, with loss {ended}; the last one did not."
+    return ""
+
+
+def _late_gaps(run: Floats, other: Floats) -> list[float]:
     """Differences of the two runs' windows in the second half: several draws of the noise from one pair."""
-    n = min(len(run.losses), len(other.losses))
-    gaps = window_losses(other.losses[:n]) - window_losses(run.losses[:n])
+    n = min(len(run), len(other))
+    gaps = window_losses(other[:n]) - window_losses(run[:n])
     late: list[float] = gaps[len(gaps) // 2 :].tolist()
     return late
 
 
-def _collapse(baseline: Runs, candidate: Runs, perturbed: Runs, numbers: list[int], learned: float) -> str:
+def _collapse(runs: Paired, learned: float) -> str:
     """A single run that ended far above every FP32 run, which makes the t interval too wide to establish harm."""
     for what, read in (("last tenth", final_loss), ("very end", comparison.tail_loss)):
-        ends = {k: read(run.losses) for k, run in baseline.items()}
-        all_ends = [*ends.values(), *(read(one.losses) for one in perturbed.values())]
+        ends = {k: read(run.last) for k, run in runs.baseline.items()}
+        all_ends = [*ends.values(), *(read(one.last) for one in runs.perturbed.values())]
         spread = max(all_ends) - min(all_ends)
         size = max(learned, 0.1 * abs(float(np.mean(all_ends))))
-        for k in numbers:
-            harm = read(candidate[k].losses) - ends[k]
+        for k in sorted(set(runs.baseline) & set(runs.candidate)):
+            end = read(runs.candidate[k].last)
+            harm = end - ends[k]
             if not harm <= max(COLLAPSE_SHARE * size, COLLAPSE_SPREAD * spread):  # NaN counts as collapse
                 return (
-                    f"With seed {k} its loss in the {what} is {read(candidate[k].losses):.4g} (FP32 {ends[k]:.4g}): "
+                    f"With seed {k} its loss in the {what} is {end:.4g} (FP32 {ends[k]:.4g}): "
                     f"it lost {harm / size:.0%} of what FP32 learned. FP32's own runs lie within {spread:.3g}."
                 )
     return ""
 
 
-def _departure(baseline: Runs, candidate: Runs, groups: list[list[int]], margin: float) -> str:
+def _departure(runs: Paired, margin: float) -> str:
     """Harm established in a window of the second half though the ends agree: it forbids `equivalent`."""
     rows = []
-    for k in (group[0] for group in groups):
-        n = min(len(baseline[k].losses), len(candidate[k].losses))
-        fp32, ours = window_losses(baseline[k].losses[:n]), window_losses(candidate[k].losses[:n])
+    for k in (group[0] for group in runs.groups):
+        fp32, ours = runs.baseline[k].last, runs.candidate[k].last
+        n = min(len(fp32), len(ours))
+        fp32, ours = window_losses(fp32[:n]), window_losses(ours[:n])
         rows.append(np.stack([fp32, ours - fp32]))
     count = min(row.shape[1] for row in rows)
     stack = np.stack([row[:, :count] for row in rows], axis=-1)[:, count // 2 : -1]  # [2, windows, pairs]
@@ -268,7 +335,6 @@ def _departure(baseline: Runs, candidate: Runs, groups: list[list[int]], margin:
         return ""
     window = int(over[0]) + count // 2
     return (
-        f"The final losses are equivalent, but between {window / count:.0%} and {(window + 1) / count:.0%} of the run "
-        f"the loss was higher than FP32's by {stack[1][over[0]].mean():.3g}, more than the margin: not called "
-        "equivalent."
+        f"Between {window / count:.0%} and {(window + 1) / count:.0%} of the run the loss was higher than FP32's by "
+        f"{stack[1][over[0]].mean():.3g}, more than the margin, though not at the end"
     )
