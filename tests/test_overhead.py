@@ -14,25 +14,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzo
 from mezzo.pytorch.autocast import active_policy
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.training import mixed_precision
-from training_steps import Waits, as_on_an_accelerator, network
+from training_steps import Ops, Waits, as_on_an_accelerator, network
 
 BF16, FP16 = torch.bfloat16, torch.float16
-
-
-class Ops(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[str(func)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture
@@ -86,7 +75,7 @@ def _ops(step: Callable[[], object]) -> Counter[str]:
         step()
     with Ops() as ops:
         step()
-    return ops.seen
+    return Counter(ops.names)
 
 
 @pytest.mark.usefixtures("native")

@@ -119,17 +119,21 @@ class Broken(torch.autograd.Function):
         raise RuntimeError("out of memory")
 
 
-class Waits(TorchDispatchMode):
-    """Counts the ops that would make the host wait for an accelerator."""
+class Ops(TorchDispatchMode):
+    """Notes the ops that run, as `aten.cat.default`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: Counter[str] = Counter()
+        self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.removeprefix("aten::")
-        if name.startswith(
-            ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique")
-        ):
-            self.seen[name] += 1
+        self.names.append(str(func))
         return func(*args, **(kwargs or {}))
+
+
+class Waits(Ops):
+    @property
+    def seen(self) -> Counter[str]:
+        """The ops that would make the host wait for an accelerator."""
+        waiting = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique")
+        return Counter(op for op in (name.split(".")[1] for name in self.names) if op.startswith(waiting))
