@@ -9,6 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
+from mezzo.amp import autocast as amp
 from mezzo.core.policy import policy
 from mezzo.pytorch.autocast import active_policy
 
@@ -65,6 +66,14 @@ def with_torchs_arguments(x):
         return body(x)
 
 
+def other_forms(x):
+    found = []
+    for context in (amp("cpu"), amp("cpu", dtype=FP16), mezzo.autocast("cpu", LOW), mezzo.autocast("cpu")):
+        with context:
+            found += body(x)
+    return found
+
+
 decorated = mezzo.autocast("bf16", "cpu")(body)
 
 
@@ -80,7 +89,7 @@ def several(x):
 
 
 @BACKENDS
-@pytest.mark.parametrize("function", [with_method, with_torchs_arguments, decorated, several])
+@pytest.mark.parametrize("function", [with_method, with_torchs_arguments, other_forms, decorated, several])
 def test_a_context_inside_a_compiled_function(function, backend):
     """The whole graph, the eager context's formats and values, and its gradients."""
     x, y = X.clone().requires_grad_(), X.clone().requires_grad_()

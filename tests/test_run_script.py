@@ -93,16 +93,11 @@ ROWS = {
 def both(*command: str, at: Path) -> tuple[subprocess.CompletedProcess[str], ...]:
     """The same words after `python` and after `mezzo run`."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    how: Any = {
-        "cwd": at,
-        "env": env,
-        "input": "some input\n",
-        "capture_output": True,
-        "text": True,
-        "timeout": 60,
-    }
+    how: Any = {"cwd": at, "env": env, "input": "some input\n", "text": True, "timeout": 60}
     starts: tuple[list[str], ...] = [], ["-m", "mezzo", "run"]
-    return tuple(subprocess.run([sys.executable, *start, *command], **how) for start in starts)
+    return tuple(
+        subprocess.run([sys.executable, *start, *command], capture_output=True, **how) for start in starts
+    )
 
 
 def assert_same(*command: str, at: Path) -> None:
