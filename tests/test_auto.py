@@ -15,7 +15,6 @@ from mezzo.core.policy import policy
 from mezzo.pytorch import auto
 from mezzo.pytorch.dtypes import name_of
 from mezzo.pytorch.hardware import ASSUME_NATIVE
-from training_steps import nobody_owns_anything  # noqa: F401
 
 pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
 

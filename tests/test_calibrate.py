@@ -15,7 +15,7 @@ import mezzo
 from faults.models import Net
 from mezzo.core.calibration import conclusions
 from mezzo.core.errors import UsageError
-from training_steps import batch, network, nobody_owns_anything  # noqa: F401
+from training_steps import batch, network
 
 pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
 

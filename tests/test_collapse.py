@@ -18,7 +18,7 @@ import mezzo
 from bad_steps import is_finite, same
 from faults.models import Net as Computes
 from mezzo.core.errors import LossScaleCollapseError, UsageError
-from training_steps import NAN, network, nobody_owns_anything, who_decides  # noqa: F401
+from training_steps import NAN, network
 
 pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
 

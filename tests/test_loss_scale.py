@@ -34,7 +34,6 @@ from mezzo.core.policy_text import as_loss_scale
 from mezzo.pytorch import loss_scaler
 from mezzo.pytorch.loss_scaler import LossScaler, inverse
 from scale_cases import TABLE, Remembering
-from training_steps import nobody_owns_anything, who_decides  # noqa: F401
 
 GOOD, BAD = Observation(found_inf=False), Observation(found_inf=True)
 

@@ -23,7 +23,7 @@ from mezzo.core.masters import MASTERS
 from mezzo.pytorch.optim.optimizers import SGD, AdamW
 from mezzo.pytorch.training.networks import SMALL, MovingBuffers
 from run_scripts import Ran
-from training_steps import Ops, nobody_owns_anything, who_decides  # noqa: F401
+from training_steps import Ops
 from two_networks import LAST
 
 pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows

@@ -161,8 +161,6 @@ MODES: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host doesn't read, and the kernel at the end of a step of Mezzo's optimizers is left out."""
-    for other in list(mixed_precision._ALIVE):  # of other tests: steps of several networks do wait
-        other.close()
     as_on_an_accelerator(monkeypatch)
     monkeypatch.setenv("MEZZO_KERNELS", "reference")
     monkeypatch.setattr(FusedOptimizer, "_stepper", lambda *_: lambda groups, **numbers: None)

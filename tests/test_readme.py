@@ -12,7 +12,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,7 +22,6 @@ from mezzo.cli.arguments import Parser
 from mezzo.cli.main import VERBS
 from mezzo.core.overflow import CAUSES
 from mezzo.core.ranges import WHAT
-from mezzo.pytorch.training import mixed_precision
 from page_blocks import BASH, blocks, run
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -169,16 +167,7 @@ sys.exit(bool(found.failed) or not found.attempted)
 """
 
 
-@pytest.fixture
-def clean() -> Iterator[None]:
-    gc.collect()
-    yield
-    for mp in list(mixed_precision._ALIVE):
-        mp.close()
-
-
 @pytest.mark.heavy
-@pytest.mark.usefixtures("clean")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # Inductor's own imports
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning 2.6.6 with torch 2.13
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
@@ -187,6 +176,7 @@ def clean() -> Iterator[None]:
 def test_a_block_runs_alone_and_prints_what_is_shown(
     block: re.Match[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    gc.collect()
     monkeypatch.chdir(tmp_path)
     if block["code"].startswith(">>>"):
         test = doctest.DocTestParser().get_doctest(block["code"], {}, "page", None, 0)

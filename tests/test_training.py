@@ -22,20 +22,7 @@ from mezzo.core.errors import CallOrderError, UsageError
 from mezzo.pytorch.optim.optimizers import SGD, AdamW
 from mezzo.pytorch.training import mixed_precision
 from mezzo.pytorch.weights.stored_parameters import lower_weights
-from training_steps import (  # noqa: F401
-    INF,
-    NAN,
-    OPTIMIZERS,
-    batch,
-    everything,
-    network,
-    nobody_owns_anything,
-    peak_bytes,
-    run,
-    same,
-    training,
-    who_decides,
-)
+from training_steps import INF, NAN, OPTIMIZERS, batch, everything, network, peak_bytes, run, same, training
 
 pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
 
