@@ -105,6 +105,7 @@ def test_a_demo_trains_with_pytorch_and_has_its_metric() -> None:
     assert not request.how_metric.higher
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_wrong_framework_is_told(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """Also by a run that failed. PyTorch's machine is not described there, which would load Triton and LLVM."""
     monkeypatch.chdir(tmp_path)

@@ -188,35 +188,30 @@ def test_higher_order_ops_still_run() -> None:
 
 
 STEP = """
-import resource, sys, torch, mezzo
-keep = {keep} and mezzo.keep_memory()
+import resource, torch, mezzo
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(8):
         torch.ones(9 << 20)  # 36 MiB, above the 32 that malloc keeps of its own accord
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-for _ in range(3):  # malloc lays out eight or nine such blocks before it comes back to the first
-    faults()
-print(keep, faults())
+def settled():
+    for _ in range(3):  # malloc lays out eight or nine such blocks before it comes back to the first
+        faults()
+    return faults()
+print(settled(), mezzo.keep_memory(), settled())
 """
-
-
-def faults(keep: bool) -> tuple[bool, int]:
-    code = STEP.format(keep=keep)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    kept, count = done.stdout.split()
-    return kept == "True", int(count)
 
 
 @pytest.mark.heavy
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
 def test_blocks_are_made_of_the_same_pages_again() -> None:
-    kept, few = faults(keep=True)
-    if not kept:
+    done = subprocess.run([sys.executable, "-c", STEP], capture_output=True, text=True, check=True)
+    many, kept, few = done.stdout.split()
+    if kept != "True":
         pytest.skip("the C library is not glibc, or malloc is another's")
     pages = 8 * (36 << 20) // 4096
-    assert few < pages // 100
-    assert faults(keep=False)[1] >= pages
+    assert int(few) < pages // 100
+    assert int(many) >= pages
 
 
 def test_other_c_libraries_and_allocators_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

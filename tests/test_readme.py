@@ -188,7 +188,7 @@ def test_a_block_runs_alone_and_prints_what_is_shown(
 def commands() -> list[Any]:
     """The commands on the pages that need at most a script, and the quickest comparison.
 
-    Each that runs the script takes seconds, and there are many.
+    Each that runs the script takes seconds, and there are many; `mezzo doctor` takes 20, and --quick is here too.
     """
     text = "".join(
         block for page in (README, *USER_PAGES) for block in BASH.findall(page.read_text(encoding="utf-8"))
@@ -198,7 +198,9 @@ def commands() -> list[Any]:
     return [
         pytest.param(words, id=" ".join(words), marks=[pytest.mark.nightly] * is_nightly)
         for words in dict.fromkeys(tuple(shlex.split(line, comments=True)) for line in lines)
-        for is_nightly in [words[1] == "run" or (words[1] == "calibrate" and len(words) > 3)]
+        for is_nightly in [
+            words[1:] == ("doctor",) or words[1] == "run" or (words[1] == "calibrate" and len(words) > 3)
+        ]
     ]
 
 
