@@ -108,6 +108,17 @@ def _same_random_numbers() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _trainings_are_closed() -> Iterator[None]:
+    """A test leaves no MixedPrecision open, to which its parameters would belong and whose steps would wait."""
+    yield
+    if module := sys.modules.get("mezzo.pytorch.training.mixed_precision"):
+        alive = list(module._ALIVE)
+        module.drop_windows([mp.model for mp in alive])  # else close() warns of them
+        for mp in alive:
+            mp.close()
+
+
+@pytest.fixture(autouse=True)
 def _one_framework(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test of PyTorch leaves no other framework imported: Mezzo treats a process with Keras as one of Keras."""
     yield
@@ -119,6 +130,14 @@ def _one_framework(request: pytest.FixtureRequest) -> Iterator[None]:
 def launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
     """Runs a script as `mezzo run` does, in this process: `launch(source, *argv, **request) -> Ran`."""
     return launcher(tmp_path, capsys)
+
+
+@pytest.fixture(params=["host", "device"])
+def decides(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Who knows of a skip first: "device" makes the CPU an accelerator, which must not be waited for."""
+    if request.param == "device":
+        monkeypatch.setattr("mezzo.pytorch.loss_scaler.reading_is_free", lambda tensor: False)
+    return request.param
 
 
 @pytest.fixture

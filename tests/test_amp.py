@@ -95,21 +95,6 @@ def test_without_a_dtype_the_dtype_outside_is_kept_as_in_torch() -> None:
         assert seen == [BF16, FP16]
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
-def test_the_forms_compile() -> None:
-    def body(x: Tensor) -> list[Tensor]:
-        found = []
-        for context in (amp("cpu"), amp("cpu", dtype=FP16), autocast("cpu", LOW), autocast("cpu")):
-            with context:
-                found.append(torch.softmax(x @ x, -1))
-        return found
-
-    torch._dynamo.reset()
-    x = torch.randn(4, 4)
-    for got, expected in zip(torch.compile(body, backend="aot_eager", fullgraph=True)(x), body(x)):
-        torch.testing.assert_close(got, expected, rtol=0, atol=0)
-
-
 TRAINING = """
 from {package} import autocast, GradScaler
 import torch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,16 +15,8 @@ from mezzo.core.policy import policy
 from mezzo.pytorch import auto
 from mezzo.pytorch.dtypes import name_of
 from mezzo.pytorch.hardware import ASSUME_NATIVE
-from mezzo.pytorch.training import mixed_precision
 
 pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
-
-
-@pytest.fixture(autouse=True)
-def _nobody_owns_anything() -> Iterator[None]:
-    yield
-    for mp in list(mixed_precision._ALIVE):
-        mp.close()
 
 
 class Clock:

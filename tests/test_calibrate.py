@@ -12,20 +12,16 @@ import torch
 from torch import Tensor, nn
 
 import mezzo
+from faults.models import Net
 from mezzo.core.calibration import conclusions
 from mezzo.core.errors import UsageError
-from training_steps import batch, network, nobody_owns_anything  # noqa: F401
+from training_steps import batch, network
 
 pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
 
 
-class Times(nn.Module):
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.factor
+def times(factor: float) -> nn.Module:
+    return Net(lambda self, x: x * factor)
 
 
 def loss_of(model: nn.Module, one: tuple[Tensor, Tensor]) -> Tensor:
@@ -54,12 +50,8 @@ def test_the_largest_gradient_is_exact() -> None:
     assert found.constant * truth * 2 <= 65504 < found.constant * truth * 4
 
 
-class Normed(nn.Module):
-    """A division turns the infinity inside into 0, and its gradients are exactly 0."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x * 3000
-        return x / ((x * x).mean(1, keepdim=True) + 1e-8).sqrt()
+# A division turns the infinity inside into 0, and its gradients are exactly 0.
+NORMED = Net(lambda self, x: (x := x * 3000) / ((x * x).mean(1, keepdim=True) + 1e-8).sqrt())
 
 
 def planted(*layers: nn.Module) -> nn.Sequential:
@@ -70,8 +62,8 @@ def planted(*layers: nn.Module) -> nn.Sequential:
 @pytest.mark.parametrize(
     ("layers", "kept", "skips", "zeros"),
     [
-        ([nn.Sequential(nn.Tanh(), Times(1e6)), Times(1e-6)], "1.1", True, False),  # "2" has no product
-        ([Normed()], "1", False, True),
+        ([nn.Sequential(nn.Tanh(), times(1e6)), times(1e-6)], "1.1", True, False),  # "2" has no product
+        ([NORMED], "1", False, True),
     ],
 )
 def test_what_overflows_is_kept_and_then_trains(
@@ -91,14 +83,10 @@ def test_what_overflows_is_kept_and_then_trains(
         mp.close()
 
 
-class Offset(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return (x + 4096.0) - 4096.0
-
-
 def test_the_modules_are_ranked_by_what_low_precision_does_to_the_loss() -> None:
     """A planted cancellation is the first; a planted product is out of fp16's range and not of bf16's."""
-    found = mezzo.calibrate(planted(Offset(), nn.Tanh(), Times(1e6), Times(1e-6)), loss_of, batches(8))
+    offset = Net(lambda self, x: (x + 4096.0) - 4096.0)
+    found = mezzo.calibrate(planted(offset, nn.Tanh(), times(1e6), times(1e-6)), loss_of, batches(8))
     ranking = found.sensitivity
     assert (ranking.steps, ranking.formats) == (4, ["bf16", "fp16", "e5m2", "e4m3fn"])
     modules = {one.module: one for one in ranking.modules}

@@ -18,7 +18,7 @@ import mezzo
 from bad_steps import is_finite, same
 from faults.models import Net as Computes
 from mezzo.core.errors import LossScaleCollapseError, UsageError
-from training_steps import NAN, nobody_owns_anything, who_decides  # noqa: F401
+from training_steps import NAN, network
 
 pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
 
@@ -27,11 +27,6 @@ SCALES = {
     "dynamic, hysteresis": lambda: mezzo.DynamicLossScale(init=2.0**10, floor=1.0, patience=3, hysteresis=2),
     "static": lambda: mezzo.StaticLossScale(2.0**10, patience=6),
 }
-
-
-def network() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2))
 
 
 def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:

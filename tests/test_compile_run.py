@@ -113,28 +113,28 @@ def plainly(place: str) -> dict[str, Any]:
     return json.loads(out.getvalue())
 
 
-@pytest.mark.parametrize(("place", "policy"), [*((place, "fp16") for place in PLACES), ("step", "bf16")])
-def test_numbers_of_eager_and_graphs_of_the_plain_script(place: str, policy: str, launch: Launch) -> None:
+@pytest.mark.parametrize(
+    ("place", "policy", "bad"), [*((place, "fp16", [4]) for place in PLACES), ("step", "bf16", [])]
+)
+def test_numbers_of_eager_and_graphs_of_the_plain_script(
+    place: str, policy: str, bad: list[int], launch: Launch
+) -> None:
+    """The fifth input overflows fp16. What its forward pass made of the running statistics is taken back."""
     plain = plainly(place)
-    (_, ours), (_, eager) = launch(place, policy=policy), launch("none", policy=policy)
+    (ran, ours), (_, eager) = launch(place, *bad, policy=policy), launch("none", *bad, policy=policy)
+    moved = [index not in bad for index in range(6)]
+    assert [update.moved for update in ran.of("update")] == moved
+    for means in (ours["means"], eager["means"]):
+        assert [one != other for one, other in itertools.pairwise(means)] == moved[1:]
     if place == "optimizer":  # compiled, its multiply-adds may be fused
-        assert ours["losses"] == pytest.approx(eager["losses"], rel=1e-5)
+        assert ours["losses"] == pytest.approx(eager["losses"], rel=1e-5, nan_ok=True)
         # The step is written down, which breaks the graph once more. The optimizer's graph is the same.
     else:
-        assert ours["losses"] == eager["losses"]
+        assert str(ours["losses"]) == str(eager["losses"])  # NaN is NaN
         assert ours["means"] == eager["means"]
-    assert ours["losses"] != plain["losses"]  # it did run in 16 bits
+    assert ours["losses"][:4] != plain["losses"][:4]  # it did run in 16 bits
     breaks = plain["breaks"] + (place == "optimizer")
     assert (ours["graphs"], ours["breaks"], ours["late"]) == (plain["graphs"], breaks, 0)
-
-
-@pytest.mark.parametrize("place", ["none", *PLACES])
-def test_a_skipped_step_leaves_the_running_statistics(place: str, launch: Launch) -> None:
-    """The third input overflows fp16. What the step's forward pass made of the statistics is taken back."""
-    ran, printed = launch(place, 2, policy="fp16")
-    assert [update.moved for update in ran.of("update")] == [True, True, False, True, True, True]
-    moved = [one != other for one, other in itertools.pairwise(printed["means"])]
-    assert moved == [True, False, True, True, True]
 
 
 @pytest.mark.parametrize("place", ["model in place", "kept step", "loss", "step"])

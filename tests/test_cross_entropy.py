@@ -1,6 +1,6 @@
 """Cross entropy on 16-bit logits: PyTorch's FP32 loss, a gradient rounded once, and no FP32 copy.
 
-The truth is PyTorch's own op on the same 16-bit numbers in FP64. `test_triton_kernels.py` runs the first and the
+The truth is PyTorch's own op on the same 16-bit numbers in FP64. `test_kernel_backend.py` runs the first and the
 special numbers once more on Triton's interpreter.
 """
 

@@ -39,6 +39,7 @@ def test_every_datasheet_row_is_complete_and_plausible() -> None:
     for model in MODELS:
         peaks = model.dense_peak_tflop_s
         assert set(peaks) - {"fp32"} == set(formats_at(model.capability)), model.name
+        assert all(policy(name).compute == name for name in peaks)  # which is how the precision is named
         assert peaks["fp16"] > peaks["fp32"]
         assert peaks.get("bf16", peaks["fp16"]) == peaks["fp16"]
         assert "tf32" not in peaks or peaks["fp32"] <= peaks["tf32"] <= peaks["bf16"] / 2 * 1.02
@@ -193,11 +194,6 @@ def test_no_line_is_wider_than_the_terminal(words: str, cpu: pytest.MonkeyPatch,
     cpu.setattr(sys.stdout, "isatty", lambda: True)
     *lines, _ = command(f"doctor {words}").out.strip().splitlines()  # the last one is a command
     assert [line for line in lines if len(line) > 60] == []
-
-
-def test_a_format_of_a_datasheet_is_named_as_the_precision() -> None:
-    for name in {form for model in MODELS for form in model.dense_peak_tflop_s}:
-        assert policy(name).compute == name
 
 
 def test_a_named_gpu(command: Command) -> None:

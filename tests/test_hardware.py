@@ -141,6 +141,7 @@ def test_pytorch_is_asked_once_it_has_a_context(monkeypatch: pytest.MonkeyPatch)
     assert hardware.gpu() == Gpu("NVIDIA L4", None, 24 << 30, 1)
 
 
+@pytest.mark.usefixtures("forked")
 def test_nothing_is_asked_at_import() -> None:
     code = (
         "import subprocess, torch\n"

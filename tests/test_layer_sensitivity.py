@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import mezzo
+from faults import models
+from faults.models import linear
 from mezzo.core.calibration import recommend
 from mezzo.core.errors import UsageError
 from mezzo.core.recipes import RECIPES
@@ -98,17 +100,8 @@ def test_layers_that_run_in_bf16_anyway_are_left_out() -> None:
 
 
 def test_attention_that_is_not_measured_is_noted_with_the_setting_that_keeps_it_in_bf16() -> None:
-    class Attending(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.up = nn.MultiheadAttention(32, 4), nn.Linear(32, 32)
-            self.head = nn.Linear(32, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.head(self.up(self.inner(x, x, x)[0]))
-            return out
-
-    record, _ = step(Attending(), 0.1)
+    parts = {"inner": lambda: nn.MultiheadAttention(32, 4), "up": linear(32, 32), "head": linear(32, 3)}
+    record, _ = step(models.Net(lambda self, x: self.head(self.up(self.inner(x, x, x)[0])), **parts), 0.1)
     assert [row.module for row in record.rows] == ["up"]
     (note,) = record.notes
     assert note.startswith("inner: ")

@@ -1,8 +1,10 @@
-"""Peak tensor bytes against sizes worked out by hand, and against the CPU allocator's own events."""
+"""Peak tensor bytes against sizes worked out by hand and the CPU allocator's own events; mezzo.keep_memory()."""
 
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from alive import bytes_alive
+from mezzo.pytorch import keep_memory as module
 from mezzo.pytorch import memory
 from mezzo.pytorch.memory import PeakTensorBytes, _AllocatorCounter
 
@@ -179,3 +182,41 @@ def test_higher_order_ops_still_run() -> None:
     finally:
         peak.stop()
     assert torch.equal(out, torch.ones(3).sin())
+
+
+# mezzo.keep_memory(): freed memory is used again, and where that can't be told, nothing is claimed.
+
+
+STEP = """
+import resource, torch, mezzo
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(8):
+        torch.ones(9 << 20)  # 36 MiB, above the 32 that malloc keeps of its own accord
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+def settled():
+    for _ in range(3):  # malloc lays out eight or nine such blocks before it comes back to the first
+        faults()
+    return faults()
+print(settled(), mezzo.keep_memory(), settled())
+"""
+
+
+@pytest.mark.heavy
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
+def test_blocks_are_made_of_the_same_pages_again() -> None:
+    done = subprocess.run([sys.executable, "-c", STEP], capture_output=True, text=True, check=True)
+    many, kept, few = done.stdout.split()
+    if kept != "True":
+        pytest.skip("the C library is not glibc, or malloc is another's")
+    pages = 8 * (36 << 20) // 4096
+    assert int(few) < pages // 100
+    assert int(many) >= pages
+
+
+def test_other_c_libraries_and_allocators_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_is_replaced", lambda: True)
+    assert module.keep_memory() is False
+    monkeypatch.setattr(module.platform, "libc_ver", lambda: ("", ""))
+    monkeypatch.setattr(module, "_is_replaced", lambda: False)
+    assert module.keep_memory() is False

@@ -12,7 +12,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,7 +22,6 @@ from mezzo.cli.arguments import Parser
 from mezzo.cli.main import VERBS
 from mezzo.core.overflow import CAUSES
 from mezzo.core.ranges import WHAT
-from mezzo.pytorch.training import mixed_precision
 from page_blocks import BASH, blocks, run
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -169,16 +167,7 @@ sys.exit(bool(found.failed) or not found.attempted)
 """
 
 
-@pytest.fixture
-def clean() -> Iterator[None]:
-    gc.collect()
-    yield
-    for mp in list(mixed_precision._ALIVE):
-        mp.close()
-
-
 @pytest.mark.heavy
-@pytest.mark.usefixtures("clean")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # Inductor's own imports
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning 2.6.6 with torch 2.13
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
@@ -187,6 +176,7 @@ def clean() -> Iterator[None]:
 def test_a_block_runs_alone_and_prints_what_is_shown(
     block: re.Match[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    gc.collect()
     monkeypatch.chdir(tmp_path)
     if block["code"].startswith(">>>"):
         test = doctest.DocTestParser().get_doctest(block["code"], {}, "page", None, 0)
@@ -198,7 +188,7 @@ def test_a_block_runs_alone_and_prints_what_is_shown(
 def commands() -> list[Any]:
     """The commands on the pages that need at most a script, and the quickest comparison.
 
-    Each that runs the script takes seconds, and there are many.
+    Each that runs the script takes seconds, and there are many; `mezzo doctor` takes 20, and --quick is here too.
     """
     text = "".join(
         block for page in (README, *USER_PAGES) for block in BASH.findall(page.read_text(encoding="utf-8"))
@@ -208,7 +198,9 @@ def commands() -> list[Any]:
     return [
         pytest.param(words, id=" ".join(words), marks=[pytest.mark.nightly] * is_nightly)
         for words in dict.fromkeys(tuple(shlex.split(line, comments=True)) for line in lines)
-        for is_nightly in [words[1] == "run" or (words[1] == "calibrate" and len(words) > 3)]
+        for is_nightly in [
+            words[1:] == ("doctor",) or words[1] == "run" or (words[1] == "calibrate" and len(words) > 3)
+        ]
     ]
 
 

@@ -13,19 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import mezzo
 from alive import bytes_alive
 from mezzo.core.errors import UsageError
-from training_steps import (  # noqa: F401
-    INF,
-    NAN,
-    Broken,
-    batch,
-    everything,
-    network,
-    nobody_owns_anything,
-    peak_bytes,
-    run,
-    same,
-    who_decides,
-)
+from training_steps import INF, NAN, Broken, batch, everything, network, peak_bytes, run, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
 

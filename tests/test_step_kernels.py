@@ -1,6 +1,6 @@
 """The compiled optimizer steps equal the reference to the bit: by Numba on a CPU, by Triton interpreted and on a GPU.
 
-`test_triton_kernels.py` runs this file once more in the interpreter.
+`test_kernel_backend.py` runs this file once more in the interpreter.
 """
 
 from __future__ import annotations

@@ -22,20 +22,7 @@ from mezzo.core.errors import CallOrderError, UsageError
 from mezzo.pytorch.optim.optimizers import SGD, AdamW
 from mezzo.pytorch.training import mixed_precision
 from mezzo.pytorch.weights.stored_parameters import lower_weights
-from training_steps import (  # noqa: F401
-    INF,
-    NAN,
-    OPTIMIZERS,
-    batch,
-    everything,
-    network,
-    nobody_owns_anything,
-    peak_bytes,
-    run,
-    same,
-    training,
-    who_decides,
-)
+from training_steps import INF, NAN, OPTIMIZERS, batch, everything, network, peak_bytes, run, same, training
 
 pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
 
@@ -556,26 +543,19 @@ def test_accumulated_gradients_are_fp32_and_lose_nothing(precision: str) -> None
     assert weight.grad_dtype is weight.dtype
 
 
-class Tied(nn.Module):
-    """Eight layers of 256 x 256, of which the last four are the first four again where tied."""
-
-    def __init__(self, *, tied: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(4 if tied else 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for index in range(8):
-            x = torch.tanh(self.layers[index % len(self.layers)](x))
-        return x
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_peak_of_gradient_accumulation(tied: bool) -> None:
-    """Split SGD: 2 weight, 2 remainder, 2 gradient; or 4 for FP32 sums and 6 for the layer that arrives."""
+    """Split SGD: 2 weight, 2 remainder, 2 gradient; or 4 for FP32 sums and 6 for the layer that arrives.
+
+    Eight layers of 256 x 256, of which the last four are the first four again where tied.
+    """
 
     def measured(accumulate: int) -> float:
         others = bytes_alive()
-        model = Tied(tied=tied)
+        layers = [nn.Linear(256, 256, bias=False) for _ in range(4 if tied else 8)]
+        model = nn.Sequential(
+            *(part for index in range(8) for part in (layers[index % len(layers)], nn.Tanh()))
+        )
         size = sum(p.numel() for p in model.parameters())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         mp = mezzo.MixedPrecision(model, optimizer, "bf16", accumulate=accumulate, masters="split")

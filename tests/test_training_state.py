@@ -18,18 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import mezzo
 from mezzo.core.errors import CallOrderError, UsageError
-from training_steps import (  # noqa: F401
-    INF,
-    OPTIMIZERS,
-    Broken,
-    batch,
-    everything,
-    network,
-    nobody_owns_anything,
-    run,
-    same,
-    training,
-)
+from training_steps import OPTIMIZERS, Broken, batch, everything, network, run, same, training
 
 pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
 

@@ -21,18 +21,7 @@ from mezzo.pytorch.dtypes import dtype_of
 from mezzo.pytorch.optim.optimizers import SGD, AdamW
 from mezzo.pytorch.optim.with_masters import with_masters
 from mezzo.pytorch.weights.stored_parameters import lower_weights
-from training_steps import (  # noqa: F401
-    INF,
-    NAN,
-    OPTIMIZERS,
-    batch,
-    everything,
-    network,
-    nobody_owns_anything,
-    run,
-    same,
-    who_decides,
-)
+from training_steps import INF, OPTIMIZERS, batch, everything, network, run, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
 

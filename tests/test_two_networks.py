@@ -9,7 +9,6 @@ import pytest
 
 from bad_steps import is_finite, same
 from run_scripts import Ran
-from training_steps import nobody_owns_anything, who_decides  # noqa: F401
 from two_networks import LAST, OF_A_SCRIPT, ORDERS, train
 
 OVERFLOWS = ("a", "b", "ab")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +17,6 @@ from bad_steps import INF as INF
 from bad_steps import same as same
 from mezzo.pytorch import loss_scaler
 from mezzo.pytorch.memory import PeakTensorBytes
-from mezzo.pytorch.training import mixed_precision
 
 NAN = float("nan")
 
@@ -31,32 +30,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def nobody_owns_anything() -> Iterator[None]:
-    torch.manual_seed(0)
-    _close_all()  # also what another file's tests left
-    yield
-    _close_all()
-
-
-def _close_all() -> None:
-    alive = list(mixed_precision._ALIVE)
-    mixed_precision.drop_windows([mp.model for mp in alive])  # else close() warns of them
-    for mp in alive:
-        mp.close()
-
-
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the CPU an accelerator, which must not be waited for."""
     monkeypatch.setattr(loss_scaler, "reading_is_free", lambda tensor: False)
-
-
-@pytest.fixture(name="decides", params=["host", "device"])
-def who_decides(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Who knows of a skip first: "device" makes the CPU an accelerator, which must not be waited for."""
-    if request.param == "device":
-        as_on_an_accelerator(monkeypatch)
-    return request.param
 
 
 def network() -> nn.Sequential:
@@ -119,17 +95,21 @@ class Broken(torch.autograd.Function):
         raise RuntimeError("out of memory")
 
 
-class Waits(TorchDispatchMode):
-    """Counts the ops that would make the host wait for an accelerator."""
+class Ops(TorchDispatchMode):
+    """Notes the ops that run, as `aten.cat.default`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: Counter[str] = Counter()
+        self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.removeprefix("aten::")
-        if name.startswith(
-            ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique")
-        ):
-            self.seen[name] += 1
+        self.names.append(str(func))
         return func(*args, **(kwargs or {}))
+
+
+class Waits(Ops):
+    @property
+    def seen(self) -> Counter[str]:
+        """The ops that would make the host wait for an accelerator."""
+        waiting = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique")
+        return Counter(op for op in (name.split(".")[1] for name in self.names) if op.startswith(waiting))
