@@ -25,6 +25,7 @@ from mezzo.pytorch import distributed, loss_scaler
 from mezzo.pytorch import step as engine
 from mezzo.pytorch.kernels.not_traced import breaks_graph
 from mezzo.pytorch.loss_scaler import from_scaler_state, moved, to_scaler_state
+from mezzo.pytorch.rank_errors import follow
 
 
 def _setting(name: str) -> Any:
@@ -166,6 +167,7 @@ class GradScaler(torch.amp.GradScaler):
             self._lazy_init_scale_growth_tracker(device)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        follow()
         super()._lazy_init_scale_growth_tracker(dev)
         if self._scale is not None and not loss_scaler.reading_is_free(self._scale):
             self._overflows, self._stuck = (

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from mezzo.core.errors import UsageError
+from mezzo.pytorch.rank_errors import wait
 
 _SIMULATED = ("fake", "threaded")  # backends of one process
 _SAME = "the same"
@@ -39,17 +40,19 @@ def difference(store: Any, rank: int, ranks: Sequence[int], mine: str, patience:
         store.set(f"mezzo/options/{rank}", mine)
         if first:
             keys = {other: f"mezzo/options/{other}" for other in ranks}
-            store.wait([*keys.values()], patience)
+            if not wait(store, [*keys.values()], patience.total_seconds()):
+                return None
             others = ((other, store.get(key).decode()) for other, key in keys.items())
             found = (f"rank {rank} has `{mine}`, rank {r} has `{its}`" for r, its in others if its != mine)
             store.set("mezzo/answer", next(found, _SAME))
-        store.wait(["mezzo/answer"], patience)
+        if not wait(store, ["mezzo/answer"], patience.total_seconds()):
+            return None
         answer: str = store.get("mezzo/answer").decode()
         if answer != _SAME:  # the first rank may hold the store, and ends last
             store.set(f"mezzo/read/{rank}", "")
             with suppress(RuntimeError):
                 store.wait([f"mezzo/read/{other}" for other in ranks if first], _SECONDS_TO_READ)
-    except RuntimeError:
+    except dist.DistError:  # the store has ended with the rank that held it
         return None
     return "" if answer == _SAME else answer
 

@@ -27,6 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mezzo.core.errors import UsageError
 from mezzo.pytorch import distributed
 from mezzo.pytorch.distributed import Ranks
+from mezzo.pytorch.rank_errors import follow, report, wait, withdraw
 
 if TYPE_CHECKING:
     from mezzo.pytorch.run.session import Session
@@ -140,16 +141,16 @@ def all_without_gradients(session: Session, ranks: Ranks) -> None:
     counts[together] += 1  # not the updates: some may be of an optimizer that exists on one rank only
     keys = [f"mezzo/without-gradients/{together}/{counts[together]}/{rank}" for rank in ranks.holders]
     session.store.set(keys[ranks.holders.index(dist.get_rank())], "")
-    end = time.monotonic() + SECONDS_FOR_GRADIENTS
-    while not session.store.check(keys):
-        if time.monotonic() > end:
-            session.fatal = error = UsageError(
-                f"on rank {dist.get_rank()} an optimizer's step() was called without gradients, and other ranks did "
-                f"not do so within {SECONDS_FOR_GRADIENTS} seconds: they wait for this rank. Call backward() "
-                "on every rank before step(). On a rank without data: loss = 0.0 * model(example).sum()"
-            )
-            raise error
-        time.sleep(0.01)
+    error = UsageError(
+        f"on rank {dist.get_rank()} an optimizer's step() was called without gradients, and other ranks did "
+        f"not do so within {SECONDS_FOR_GRADIENTS} seconds: they wait for this rank. Call backward() "
+        "on every rank before step(). On a rank without data: loss = 0.0 * model(example).sum()"
+    )
+    report(error, ends=False)  # the process group of the others may have less patience
+    if not wait(session.store, keys, SECONDS_FOR_GRADIENTS):
+        session.fatal = error
+        raise error
+    withdraw()
 
 
 def _has_storage(tensor: Any) -> TypeGuard[Tensor]:
@@ -177,6 +178,7 @@ def _make_init(session: Session, original: Callable[..., Any]) -> Callable[..., 
                 session.fatal = error = UsageError(wrong)
                 raise error
             session.store, session.only_counts = store, False
+            follow()
         return result
 
     return init_process_group

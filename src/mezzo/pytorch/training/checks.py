@@ -166,7 +166,7 @@ def outside_autocast(loss: Tensor, policy: Policy, model: nn.Module, stored: str
     else:
         what = f"nothing ran in {' or '.join(low)}. Compute it inside"
     told = f"MixedPrecision: the loss was computed outside mp.autocast(), so {what}"
-    warnings.warn(f"{told}: with mp.autocast(): loss = loss_fn(model(x), y).", stacklevel=3)
+    warnings.warn(f"{told}: with mp.autocast(): loss = loss_fn(model(x), y).", stacklevel=4)
 
 
 def first_loss(loss: Tensor, accumulate: int, optimizer: Optimizer) -> None:
@@ -175,7 +175,7 @@ def first_loss(loss: Tensor, accumulate: int, optimizer: Optimizer) -> None:
         warnings.warn(
             "MixedPrecision: the parameters had gradients before the first step(loss), and its own are added to them. "
             "Remove loss.backward() from the loop, or call optimizer.zero_grad() before the first step(loss).",
-            stacklevel=3,
+            stacklevel=4,
         )
     node: Any = loss.grad_fn
     if not is_simple(loss) or node is None or node.name() not in ("DivBackward0", "MulBackward0"):
@@ -195,7 +195,7 @@ def first_loss(loss: Tensor, accumulate: int, optimizer: Optimizer) -> None:
     warnings.warn(
         f"MixedPrecision: the loss was {done} by {by}, and {twice}. If it was done for that, remove it. If it has "
         f"another reason: warnings.filterwarnings('ignore', 'MixedPrecision: the loss was {done}').",
-        stacklevel=3,
+        stacklevel=4,
     )
 
 

@@ -36,6 +36,7 @@ from mezzo.pytorch.monitor.operations import users_line
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.state_dicts import FirstStates
 from mezzo.pytorch.optim.with_masters import WithMasters
+from mezzo.pytorch.rank_errors import follow, reported
 from mezzo.pytorch.reduction import average_in, to_average
 from mezzo.pytorch.step import StepOutcome, parameters, step_fused, step_in_place
 from mezzo.pytorch.training import backward, cast_parameters, checks
@@ -167,6 +168,7 @@ class MixedPrecision:
         weights: str | None = None,
     ) -> None:
         given = locals()
+        follow()
         replaced = checks.model_and_optimizer(model, optimizer, _ALIVE)
         checks.arguments(given)
         scale = as_loss_scale(loss_scale, "MixedPrecision")
@@ -366,6 +368,7 @@ class MixedPrecision:
             yield context
 
     @breaks_graph
+    @reported
     def step(self, loss: Tensor, *, retain_graph: bool = False) -> StepResult:
         """Run backward, and after `accumulate` losses the optimizer step, unless a gradient is NaN or infinite.
 
@@ -389,16 +392,17 @@ class MixedPrecision:
             LossScaleCollapseError: `patience` steps in a row were skipped at the smallest loss scale. Raised at once on
                 a CPU and where the host sees the skip, else within `patience` more steps.
         """
-        checks.loss(loss)
         if self not in _ALIVE:
             raise CallOrderError("step(): this MixedPrecision is closed. Create a new one.")
         window, observing = self._window, self._observing
-        if not self._compared:
-            self._compared = True
-            if window.seen == 0:
-                checks.first_loss(loss, self.accumulate, self.optimizer)
-            if distributed.is_distributed():
-                checks.same_arguments(self, self._given_scale, self._ranks())
+        is_first, self._compared = not self._compared, True
+        if (
+            is_first and distributed.is_distributed()
+        ):  # before the loss: with a bad one, too, the others wait here
+            checks.same_arguments(self, self._given_scale, self._ranks())
+        checks.loss(loss)
+        if is_first and window.seen == 0:
+            checks.first_loss(loss, self.accumulate, self.optimizer)
         if (setting := self._resolved.to_change) and distributed.is_distributed():
             checks.not_joined(self.model, setting)
         if self._looks:
@@ -467,6 +471,7 @@ class MixedPrecision:
         return self._end_window(outcome)
 
     @breaks_graph
+    @reported
     def flush(self) -> StepResult:
         """Step with fewer than `accumulate` losses, at the end of an epoch.
 
@@ -583,7 +588,7 @@ class MixedPrecision:
         told = observing.warning(finding, "mp.findings")
         if told and self._ranks().is_first:  # the others have found the same
             what = "was skipped" if skipped is True else "stepped from a loss that is NaN or infinite"
-            warnings.warn(f"MixedPrecision: update {self._journal.updates - 1} {what}: {told}", stacklevel=3)
+            warnings.warn(f"MixedPrecision: update {self._journal.updates - 1} {what}: {told}", stacklevel=4)
         return result
 
     def _warn_once(self, message: str) -> None:
