@@ -270,17 +270,27 @@ class GradScaler(torch.amp.GradScaler):
         params = [p for p in engine.parameters(optimizer) if p.grad is not None]
         grads = engine.gradients_of(params, allow_fp16=allow_fp16)
         found = engine.unscale_(grads, inv_scale, found_inf)
-        ranks = distributed.ranks_of(engine.parameters(optimizer))
+        if not distributed.is_distributed():
+            return found
+        from mezzo.pytorch import same_options  # a build of PyTorch may lack torch.distributed
+
+        every, scale = list(engine.parameters(optimizer)), self._scale_in_use()
+        ranks = distributed.ranks_of(every)
+        is_first = not self._compared and optimizer not in self._last  # step
+        if is_first:
+            together = ranks or distributed.ranks_of(every, distributed.averaging(every))
+            self._compared = bool(together)
+            same_options.compare_arguments("GradScaler", "step(optimizer)", self._given, together.holders)
+            if not ranks:
+                same_options.compare_states("GradScaler", together, float(scale))
         if not ranks:
             return found
-        if not self._compared:
-            self._compared = True
-            from mezzo.pytorch import same_options  # a build of PyTorch may lack torch.distributed
-
-            same_options.compare_arguments("GradScaler", "step(optimizer)", self._given, ranks.holders)
         own = engine.combined([found_inf, *found.values()], found_inf.device)
-        state = self._states[id(optimizer)]
-        agreed, state["norm"], _ = engine.clip_(params, grads, own, None, state.get("max_norm"), ranks)
+        state, began = self._states[id(optimizer)], torch.stack([own, scale.to(own)])
+        max_norm = state.get("max_norm")
+        agreed, state["norm"], by = engine.clip_(params, grads, own, None, max_norm, ranks, began)
+        if by is not None and (is_first or loss_scaler.reading_is_free(by)) and by[4]:
+            raise same_options.different_states("GradScaler", float(scale))
         return found if agreed is None else {agreed.device: agreed}
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from mezzo.core.errors import UsageError
+from mezzo.pytorch.distributed import Ranks
 from mezzo.pytorch.rank_errors import wait
 
 _SIMULATED = ("fake", "threaded")  # backends of one process
@@ -55,6 +56,21 @@ def difference(store: Any, rank: int, ranks: Sequence[int], mine: str, patience:
     except dist.DistError:  # the store has ended with the rank that held it
         return None
     return "" if answer == _SAME else answer
+
+
+def compare_states(who: str, ranks: Ranks, scale: float, losses: int = 0) -> None:
+    """Raise a UsageError on all these ranks if their loss scales, or numbers of accumulated losses, differ."""
+    largest = ranks.largest(scale, losses, -scale, -losses, of_holders=True)
+    if largest[:2] != [-least for least in largest[2:]]:
+        raise different_states(who, scale, losses)
+
+
+def different_states(who: str, scale: float, losses: int = 0) -> UsageError:
+    """The error where they do."""
+    return UsageError(
+        f"{who}: the ranks have different states: on rank {dist.get_rank()} the loss scale is {scale:g}, with {losses} "
+        "accumulated losses. Call load_state_dict with the same state on every rank."
+    )
 
 
 def compare_arguments(who: str, step: str, parts: dict[str, Any], ranks: Sequence[int]) -> None:

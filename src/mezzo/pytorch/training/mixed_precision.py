@@ -438,7 +438,7 @@ class MixedPrecision:
                         self._backward.params(),
                         scale=window.scale,
                         clip_norm=self.clip_norm,
-                        began=self._loss_is_bad,
+                        began=self._began(window),
                     )
                 self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler asks for it
             else:
@@ -515,7 +515,7 @@ class MixedPrecision:
                         clip_norm=self.clip_norm,
                         host_must_know=must_know,
                         ranks=ranks,
-                        began=self._loss_is_bad,
+                        began=self._began(window),
                     )
             except BaseException:
                 self._drop_step()
@@ -525,6 +525,12 @@ class MixedPrecision:
         found, skipped = outcome.found_inf, outcome.skipped
         if isinstance(skipped, Tensor) and (must_know or loss_scaler.reading_is_free(skipped)):
             skipped = bool(skipped)
+        # On a GPU the host reads it only where it knows of the skip.
+        if outcome.by is not None and isinstance(skipped, bool) and outcome.by[4]:
+            from mezzo.pytorch.same_options import different_states
+
+            self._drop_step()
+            raise different_states("MixedPrecision", self.loss_scale)
         finding = None
         if observing.listening:
             used = 1.0 if window.scale is None else window.scale
@@ -590,6 +596,11 @@ class MixedPrecision:
             what = "was skipped" if skipped is True else "stepped from a loss that is NaN or infinite"
             warnings.warn(f"MixedPrecision: update {self._journal.updates - 1} {what}: {told}", stacklevel=4)
         return result
+
+    def _began(self, window: Accumulation) -> Tensor | None:
+        """As in `Ranks.agreed`."""
+        bad, scale = self._loss_is_bad, window.scale
+        return None if bad is None or scale is None else torch.stack([bad.to(scale), scale])
 
     def _warn_once(self, message: str) -> None:
         if message not in self._told:
