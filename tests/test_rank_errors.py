@@ -17,7 +17,7 @@ CASES = {
     "detached caught": "UsageError: step(loss): the loss does not require a gradient",
     "apart sharded": "UsageError: step(): on rank 1, no parameter of this optimizer got a gradient",
     "apart": "UsageError: step(): on rank 1, no parameter of this optimizer got a gradient",
-    "data first": "ValueError: planted in the data",
+    "data": "ValueError: planted in the data",
     "data sharded": "ValueError: planted in the data",
     "detached scaler": "CallOrderError: step(optimizer): scale() was not called",
 }

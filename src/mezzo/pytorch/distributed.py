@@ -35,8 +35,8 @@ _AVAILABLE = dist.is_available()  # asked once: it cannot change
 class Agreement(NamedTuple):
     """What all ranks know: `found` (0-dim; None: not checked), sums of squares over all shards, and who found it.
 
-    `by` is None on one rank, else 5 numbers: how many ranks found something and the sum of their numbers, the same of
-    those ranks where it began, and whether this rank's loss scale differs from others.
+    `by` is None on one rank, else 4 numbers: how many ranks found something and the sum of their numbers, and the same
+    of those ranks where it began.
     """
 
     found: Tensor | None
@@ -83,6 +83,7 @@ class Ranks:
         """From this rank's `found` (0-dim) and sums of squares (n,) to those of all ranks, in one reduction.
 
         `began` (2,): whether what any rank found came from this rank, and its loss scale, where they are known.
+        UsageError for different scales, on all ranks, unless the result is on an accelerator.
         """
         if squares is None:
             squares = torch.zeros(0, dtype=torch.float64)
@@ -100,8 +101,13 @@ class Ranks:
             by = flags
             _add(by, self._everyone.groups)
         by = by.to(at)
-        by[4] = by[4] != scale * len(self._everyone.ranks)  # a sum of equal FP32 numbers is exact
-        return Agreement(None if found is None else (by[0] > 0).to(found.dtype), numbers[5:].to(at), by)
+        total = scale * len(self._everyone.ranks)  # exact for FP32 numbers
+        if at.type == "cpu" and by[4] != total:
+            raise UsageError(
+                f"the ranks have different loss scales: on rank {rank} it is {float(scale):g}. Call load_state_dict "
+                "with the same state on every rank."
+            )
+        return Agreement(None if found is None else (by[0] > 0).to(found.dtype), numbers[5:].to(at), by[:4])
 
     def largest(self, *numbers: float, of_holders: bool = False) -> list[float]:
         """The largest of all ranks' numbers, each; waits for the device."""
@@ -241,7 +247,7 @@ def drop_unsharded(models: Iterable[nn.Module]) -> None:
 
 def named(by: Tensor) -> str:
     """Who found something that is not finite, in words: where it began, if that is known; waits for the device."""
-    count, ranks, began, first, _ = by.tolist()
+    count, ranks, began, first = by.tolist()
     if began:
         count, ranks = began, first
     who = f"rank {ranks:.0f}" if count == 1 else f"{count:.0f} ranks"

@@ -25,7 +25,7 @@ from mezzo.pytorch import distributed, loss_scaler
 from mezzo.pytorch import step as engine
 from mezzo.pytorch.kernels.not_traced import breaks_graph
 from mezzo.pytorch.loss_scaler import from_scaler_state, moved, to_scaler_state
-from mezzo.pytorch.rank_errors import follow
+from mezzo.pytorch.same_options import compare_arguments, follow
 
 
 def _setting(name: str) -> Any:
@@ -272,25 +272,19 @@ class GradScaler(torch.amp.GradScaler):
         found = engine.unscale_(grads, inv_scale, found_inf)
         if not distributed.is_distributed():
             return found
-        from mezzo.pytorch import same_options  # a build of PyTorch may lack torch.distributed
-
-        every, scale = list(engine.parameters(optimizer)), self._scale_in_use()
+        every, scale = list(engine.parameters(optimizer)), self._scale_in_use().to(found_inf)
         ranks = distributed.ranks_of(every)
-        is_first = not self._compared and optimizer not in self._last  # step
-        if is_first:
+        if not self._compared and optimizer not in self._last:  # at its first step
             together = ranks or distributed.ranks_of(every, distributed.averaging(every))
             self._compared = bool(together)
-            same_options.compare_arguments("GradScaler", "step(optimizer)", self._given, together.holders)
-            if not ranks:
-                same_options.compare_states("GradScaler", together, float(scale))
+            compare_arguments("GradScaler", "step(optimizer)", self._given, together.holders)
+            if not (ranks and loss_scaler.reading_is_free(found_inf)):
+                together.agreed(None, began=torch.stack([found_inf, scale]))
         if not ranks:
             return found
         own = engine.combined([found_inf, *found.values()], found_inf.device)
-        state, began = self._states[id(optimizer)], torch.stack([own, scale.to(own)])
-        max_norm = state.get("max_norm")
-        agreed, state["norm"], by = engine.clip_(params, grads, own, None, max_norm, ranks, began)
-        if by is not None and (is_first or loss_scaler.reading_is_free(by)) and by[4]:
-            raise same_options.different_states("GradScaler", float(scale))
+        state, began = self._states[id(optimizer)], torch.stack([own, scale])
+        agreed, state["norm"], _ = engine.clip_(params, grads, own, None, state.get("max_norm"), ranks, began)
         return found if agreed is None else {agreed.device: agreed}
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:

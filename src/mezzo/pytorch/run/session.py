@@ -277,10 +277,6 @@ class Session:
 
     def finish(self, status: int) -> None:
         """The script is over: finish measurements and notes."""
-        if self.fatal is not None and self.store is not None:
-            from mezzo.pytorch.rank_errors import report
-
-            report(self.fatal, ends=True)
         for ending in self._endings:
             ending(status)
         if self.only_launched:

@@ -11,6 +11,7 @@ from numbers import Real
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.optim import Optimizer
@@ -25,6 +26,7 @@ from mezzo.pytorch.dtypes import SIXTEEN_BITS, name_of
 from mezzo.pytorch.optim.checks import refuse_replaced
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.with_masters import WithMasters
+from mezzo.pytorch.same_options import compare_arguments
 from mezzo.pytorch.step import parameters
 from mezzo.pytorch.training.backward import has_gradient, is_simple, nodes_of
 
@@ -44,8 +46,6 @@ def same_arguments(mp: Any, loss_scale: object, ranks: Ranks) -> None:
 
     `loss_scale`: as given. The store may have messages of ranks that were restarted since, so states are reduced.
     """
-    from mezzo.pytorch.same_options import compare_arguments, compare_states
-
     parts = {"precision": mp._resolved.asked, "accumulate": mp.accumulate}
     parts |= {"clip_norm": mp.clip_norm, "clip_value": mp.clip_value, "loss_scale": loss_scale}
     parts["trace"] = mp._observing.tracer is not None or None  # ranks that trace exchange what they found
@@ -54,7 +54,13 @@ def same_arguments(mp: Any, loss_scale: object, ranks: Ranks) -> None:
         kinds = dict.fromkeys(group.get(name) for group in mp.optimizer.param_groups)
         parts[f"optimizer's {name}"] = "/".join(filter(None, kinds)) or None
     compare_arguments("MixedPrecision", "step(loss)", parts, ranks.holders)
-    compare_states("MixedPrecision", ranks, mp.loss_scale, mp._window.seen)
+    state = mp.loss_scale, float(mp._window.seen)
+    largest = ranks.largest(*state, *(-number for number in state), of_holders=True)
+    if any(most != -least for most, least in zip(largest[:2], largest[2:])):
+        raise refused(
+            f"the ranks have different states: on rank {dist.get_rank()} the loss scale is {state[0]:g}, with "
+            f"{state[1]:g} accumulated losses. Call mp.load_state_dict with the same state on every rank."
+        )
 
 
 def model_and_optimizer(model: nn.Module, optimizer: Optimizer, others: Iterable[Any]) -> list[Any]:

@@ -36,8 +36,8 @@ from mezzo.pytorch.monitor.operations import users_line
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.state_dicts import FirstStates
 from mezzo.pytorch.optim.with_masters import WithMasters
-from mezzo.pytorch.rank_errors import follow, reported
 from mezzo.pytorch.reduction import average_in, to_average
+from mezzo.pytorch.same_options import follow, reported
 from mezzo.pytorch.step import StepOutcome, parameters, step_fused, step_in_place
 from mezzo.pytorch.training import backward, cast_parameters, checks
 from mezzo.pytorch.training import state as training_state
@@ -242,7 +242,7 @@ class MixedPrecision:
             if release and self.accumulate == 1:
                 self._release = GradientRelease(self._fused)
         self._backward = OptimizerBackward(stepping, self.model)
-        self._loss_is_bad: Tensor | None = None  # whether a loss of this window is not finite on this rank
+        self._began: Tensor | None = None  # of `Ranks.agreed`, whether a loss of this window is not finite
         # torch's zero_grad also opens a profiler range, which takes longer than the rest of it.
         own = type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer)
         self._clears_itself = not own
@@ -396,9 +396,7 @@ class MixedPrecision:
             raise CallOrderError("step(): this MixedPrecision is closed. Create a new one.")
         window, observing = self._window, self._observing
         is_first, self._compared = not self._compared, True
-        if (
-            is_first and distributed.is_distributed()
-        ):  # before the loss: with a bad one, too, the others wait here
+        if is_first and distributed.is_distributed():  # before this rank may refuse its loss
             checks.same_arguments(self, self._given_scale, self._ranks())
         checks.loss(loss)
         if is_first and window.seen == 0:
@@ -419,9 +417,10 @@ class MixedPrecision:
         outcome: StepOutcome | None = None
         if observing.listening:
             observing.backward_begins(loss, window.scale_over(window.accumulate))
-        if scaler is not None and distributed.is_distributed():
+        if window.scale is not None and distributed.is_distributed():
             bad = ~distributed.local(loss.detach()).isfinite().all()
-            self._loss_is_bad = bad if self._loss_is_bad is None else self._loss_is_bad | bad
+            began = torch.stack([bad.to(window.scale), window.scale])
+            self._began = began if self._began is None else self._began.maximum(began)
         try:
             if window.check(self.optimizer) and not self._backward.wrappers:  # DDP may write its buckets
                 self._warn_once(_CHANGED)
@@ -438,7 +437,7 @@ class MixedPrecision:
                         self._backward.params(),
                         scale=window.scale,
                         clip_norm=self.clip_norm,
-                        began=self._began(window),
+                        began=self._began,
                     )
                 self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler asks for it
             else:
@@ -515,7 +514,7 @@ class MixedPrecision:
                         clip_norm=self.clip_norm,
                         host_must_know=must_know,
                         ranks=ranks,
-                        began=self._began(window),
+                        began=self._began,
                     )
             except BaseException:
                 self._drop_step()
@@ -525,12 +524,6 @@ class MixedPrecision:
         found, skipped = outcome.found_inf, outcome.skipped
         if isinstance(skipped, Tensor) and (must_know or loss_scaler.reading_is_free(skipped)):
             skipped = bool(skipped)
-        # On a GPU the host reads it only where it knows of the skip.
-        if outcome.by is not None and isinstance(skipped, bool) and outcome.by[4]:
-            from mezzo.pytorch.same_options import different_states
-
-            self._drop_step()
-            raise different_states("MixedPrecision", self.loss_scale)
         finding = None
         if observing.listening:
             used = 1.0 if window.scale is None else window.scale
@@ -576,7 +569,7 @@ class MixedPrecision:
             finding=finding,
             by_tensor=outcome.by,
         )
-        self._loss_is_bad = None
+        self._began = None
         scaler = self._resolved.active_scaler
         if scaler is not None and found is not None:
             scaler.update(found)
@@ -596,11 +589,6 @@ class MixedPrecision:
             what = "was skipped" if skipped is True else "stepped from a loss that is NaN or infinite"
             warnings.warn(f"MixedPrecision: update {self._journal.updates - 1} {what}: {told}", stacklevel=4)
         return result
-
-    def _began(self, window: Accumulation) -> Tensor | None:
-        """As in `Ranks.agreed`."""
-        bad, scale = self._loss_is_bad, window.scale
-        return None if bad is None or scale is None else torch.stack([bad.to(scale), scale])
 
     def _warn_once(self, message: str) -> None:
         if message not in self._told:
@@ -622,7 +610,7 @@ class MixedPrecision:
         self._window = Accumulation(self.accumulate)
         self._journal.flush()
         self._clear_gradients()
-        self._loss_is_bad = None
+        self._began = None
         distributed.drop_unsharded([self.model])
         self._observing.step_dropped()
 
