@@ -70,7 +70,7 @@ def compare_arguments(who: str, step: str, parts: dict[str, Any], ranks: Sequenc
         return
     mine = ", ".join(f"{name}={value}" for name, value in parts.items() if value is not None)
     group = f"{who}/{zlib.crc32(str(ranks).encode())}"
-    own = dist.PrefixStore(f"mezzo/training/{group}/{_compared[group]}", store)
+    own = dist.distributed_c10d.PrefixStore(f"mezzo/training/{group}/{_compared[group]}", store)
     _compared[group] += 1
     wrong = difference(own, dist.get_rank(), ranks, mine, store.timeout)
     if wrong:
