@@ -123,9 +123,13 @@ def explained(error: BaseException) -> BaseException:
             if _followed and isinstance(error, Exception):
                 _followed[0].set(_ERROR, f"rank {_followed[1]} raised {type(error).__name__}: {error}")
         elif _followed and not str(error).startswith(_HERE):
-            time.sleep(0.2)  # a rank may write after its connections are closed
-            if told := _followed[0].get(_ERROR).decode():
-                other = RuntimeError(_HERE + told)
-                other.__cause__ = error
-                return other
+            for patience in (
+                0.0,
+                0.2,
+            ):  # torchrun ends this rank soon; another may write after it closed connections
+                time.sleep(patience)
+                if told := _followed[0].get(_ERROR).decode():
+                    other = RuntimeError(_HERE + told)
+                    other.__cause__ = error
+                    return other
     return error
