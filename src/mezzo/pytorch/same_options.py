@@ -89,7 +89,7 @@ def follow() -> None:
     """From now on the error that ends this process is `explained`."""
     if is_distributed() and (store := store_of_ranks()) is not None:
         if not _followed:
-            store.set(_ERROR, "")  # of ranks that were restarted since
+            store.compare_set(_ERROR, "", "")  # so that `get` does not wait; another may have written
             sys.excepthook = partial(
                 _show, sys.excepthook
             )  # PyTorch's, which writes the rank before each line
@@ -123,10 +123,7 @@ def explained(error: BaseException) -> BaseException:
             if _followed and isinstance(error, Exception):
                 _followed[0].set(_ERROR, f"rank {_followed[1]} raised {type(error).__name__}: {error}")
         elif _followed and not str(error).startswith(_HERE):
-            for patience in (
-                0.0,
-                0.2,
-            ):  # torchrun ends this rank soon; another may write after it closed connections
+            for patience in (0.0, 0.2):  # another may write after its connections are closed
                 time.sleep(patience)
                 if told := _followed[0].get(_ERROR).decode():
                     other = RuntimeError(_HERE + told)
