@@ -74,8 +74,8 @@ def added(contender: str, wrapper: str) -> tuple[int, int]:
     elif contender.startswith("GradScaler"):  # under DDP a NaN or infinity reaches each rank in the average
         runs, norms = scales and wrapper == "FSDP2", int(clips)
     else:
-        runs, norms = scales, 0
-    return (1, 8 * (4 + norms)) if runs else (0, 0)
+        return (1, 8 * 4) if scales else (0, 0)
+    return (1, 8 * (5 + norms)) if runs else (0, 0)
 
 
 def at_scale(ranks: int) -> dict[str, Any]:

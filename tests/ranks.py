@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 
-def processes(words: list[str], folder: Path, *, seconds: float, count: int = 2) -> list[tuple[str, str]]:
+def processes(
+    words: list[str], folder: Path, *, seconds: float, count: int = 2, status: int = 0
+) -> list[tuple[str, str]]:
     """What the ranks of ``python WORDS`` print, on stdout and stderr; {rank} in a word stands for the rank."""
     running = [
         subprocess.Popen(
@@ -29,7 +31,7 @@ def processes(words: list[str], folder: Path, *, seconds: float, count: int = 2)
         for each in running:
             each.kill()
     for each, (_, err) in zip(running, outputs):
-        assert each.returncode == 0, err
+        assert each.returncode == status, err
     return outputs
 
 

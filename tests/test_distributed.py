@@ -24,6 +24,7 @@ SUBJECTS = {
     "heads": 1,
     "compressed": 1,
     "refused": 1,
+    "states": 10,
     "fault": 4,
     "accelerated": 1,
     "recorded": 1,

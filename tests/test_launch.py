@@ -95,6 +95,7 @@ if __name__ == "__main__":
 
 Ran = subprocess.CompletedProcess[str]
 TORCHRUN = "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+SLOWLY = *TORCHRUN, "--monitor-interval", "2"  # torchrun ends the other ranks: not before they have said why
 
 
 def environment() -> dict[str, str]:
@@ -338,9 +339,12 @@ def test_the_summary_of_a_launcher_tells_of_ranks_that_were_left_alone(tmp_path:
 
 
 def test_a_rank_that_raises_ends_the_others_with_its_message(tmp_path: Path) -> None:
-    ran = ranks(tmp_path, RANK, "fp16", "fail")
+    ran = ranks(tmp_path, RANK, "fp16", "fail", by=SLOWLY)
     assert ran.returncode == 1
     assert "ValueError: planted on rank 1" in ran.stderr
+    assert (
+        "RuntimeError: this rank cannot continue without the others: rank 1 raised ValueError" in ran.stderr
+    )
     assert ran.stdout == ""
 
 
@@ -409,11 +413,24 @@ leave()
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.nightly)])
 def test_a_rank_without_gradients_ends_all(precision: str, tmp_path: Path) -> None:
     """Previously the others waited for it until the timeout of the process group."""
-    ran = ranks(tmp_path, WITHOUT, precision)
+    ran = ranks(tmp_path, WITHOUT, precision, by=SLOWLY)
     assert ran.returncode != 0
     assert "ended" not in ran.stdout
     said = [line for line in ran.stderr.splitlines() if line.startswith("mezzo run: ")]
     assert any("rank 1" in line and "0.0 * model(" in line for line in said), ran.stderr
+    assert "without the others: rank 1 raised UsageError: on rank 1 an optimizer's step()" in ran.stderr
+
+
+def test_rank_0_names_the_rank_without_gradients_before_its_own_patience_ends(tmp_path: Path) -> None:
+    """Where each rank has a run of its own, whose process group waits for 12 seconds instead of 30 minutes."""
+    group = 'dist.init_process_group("gloo", timeout=timedelta(seconds=12))'
+    source = WITHOUT.replace('dist.init_process_group("gloo")', group).replace(
+        "GRADIENTS = 3", "GRADIENTS = 300"
+    )
+    named = script(tmp_path, "rank.py", "from datetime import timedelta\n" + source).name
+    ran = process(*SLOWLY, "-m", "mezzo", "run", "--precision", "bf16", named, at=tmp_path)
+    assert "without the others: rank 1 raised UsageError: on rank 1 an optimizer's step()" in ran.stderr
+    assert "within 6 seconds" in ran.stderr
 
 
 LASTING = """

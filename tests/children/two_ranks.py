@@ -151,7 +151,7 @@ def said() -> None:
         ([0, 1], [0, 0], "rank 1 after the reduction"),
         ([1, 0], [0, 0], "rank 0 after the reduction"),
     ):
-        source = None if began is None else torch.tensor(bool(began[RANK]))
+        source = None if began is None else torch.tensor([float(began[RANK]), 256.0])
         by = named(ranks.agreed(torch.tensor(float(found[RANK])), began=source).by)
         assert words in by if "after" in words else by == words
     assert (ranks.of_first(5.0 + RANK), ranks.largest(RANK, -RANK)) == ([5.0], [1.0, 0.0])
@@ -336,6 +336,39 @@ def refused() -> None:
     assert net.module[0].weight.dtype is torch.float32
 
 
+def with_scale(kind: str) -> tuple[Any, Callable[[], Any]]:
+    """What has a loss scale, and a step of it."""
+    net: Any = nn.Linear(5, 3) if kind == "apart" else fully_shard(model()) if "fsdp" in kind else model()
+    net = DistributedDataParallel(net) if "ddp" in kind else net
+    fused = mezzo.optim.AdamW(net.parameters())
+    optimizer = fused if "fused" in kind else torch.optim.SGD(net.parameters(), lr=0.1)
+    if kind.startswith("mp"):
+        mp = mezzo.MixedPrecision(net, optimizer, "fp16", release_gradients="release" in kind)
+        return mp, lambda: step(mp, data(RANK))
+    scaler = mezzo.GradScaler(growth_interval=100 + RANK * (kind == "other ddp"))
+
+    def stepping() -> None:
+        with mezzo.autocast("fp16"):
+            loss = net(data(RANK)).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    return scaler, stepping
+
+
+def states(kind: str, *, steps: int, words: str) -> None:
+    """The second rank alone loads a state after some steps."""
+    scaled, stepping = with_scale(kind)
+    for _ in range(steps):
+        stepping()
+    if RANK == 1:
+        scaled.load_state_dict(mezzo.GradScaler(init_scale=2.0**12).state_dict() | {"scale": 2.0**12})
+    with pytest.raises(UsageError, match=words) if words else nullcontext():
+        stepping()
+
+
 def fault(where: str, module: str, op: str) -> None:
     """Both ranks tell what rank 1 found, and the first one warns."""
     told = provenance_cases.found(RANK, where)
@@ -406,6 +439,21 @@ def nudged() -> None:
     alike(whole(net))
 
 
+# What is trained, after how many steps one rank loads another state, and what the error has on both.
+DIFFER = f"different (loss scales|states): on rank {RANK} .*{4096 if RANK else 65536}.*load_state_dict"
+STATES = [
+    ("mp ddp", 0, DIFFER),
+    ("mp ddp", 2, DIFFER),
+    ("mp ddp fused", 2, DIFFER),
+    ("mp fsdp", 2, DIFFER),
+    ("mp fsdp fused release", 2, DIFFER),
+    ("ddp", 0, DIFFER),
+    ("other ddp", 0, "rank 0 has `.*growth_interval=100,.*`, rank 1 has `.*growth_interval=101,"),
+    ("fsdp", 0, DIFFER),
+    ("fsdp", 2, DIFFER),
+    ("apart", 0, ""),
+]
+
 CASES: dict[str, Callable[[], None]] = {
     **fsdp_cases.CASES,
     **{
@@ -437,6 +485,10 @@ CASES: dict[str, Callable[[], None]] = {
     "heads": heads,
     "compressed": compressed,
     "refused": refused,
+    **{
+        f"states: {row[0]} {row[1]}": lambda row=row: states(row[0], steps=row[1], words=row[2])
+        for row in STATES
+    },
     "fault: forward": lambda: fault("forward", "1", "mul"),
     "fault: backward": lambda: fault("backward", "1", "sqrt"),
     "fault: loss": lambda: fault("loss", OUTSIDE, ""),

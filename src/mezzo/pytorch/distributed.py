@@ -13,6 +13,7 @@ The ranks add a few FP64 numbers in one reduction per step, whose result has the
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import sys
@@ -81,7 +82,8 @@ class Ranks:
     ) -> Agreement:
         """From this rank's `found` (0-dim) and sums of squares (n,) to those of all ranks, in one reduction.
 
-        `began` (0-dim): whether what any rank found came from this rank, where it is known.
+        `began` (2,): whether what any rank found came from this rank, and its loss scale, where they are known.
+        UsageError for different scales, on all ranks, unless the result is on an accelerator.
         """
         if squares is None:
             squares = torch.zeros(0, dtype=torch.float64)
@@ -89,16 +91,23 @@ class Ranks:
             return Agreement(found, squares)
         at, rank = squares.device if found is None else found.device, dist.get_rank()
         flag = torch.zeros((), dtype=torch.float64, device=at) if found is None else (found != 0).double()
-        source = flag if began is None else began.to(flag)  # a sharded gradient may be found by other ranks
-        flags = torch.stack([flag, flag * rank, source, source * rank]).to(self._device)
+        # A sharded gradient may be found by other ranks.
+        source, scale = (flag, torch.zeros_like(flag)) if began is None else began.to(flag)
+        flags = torch.stack([flag, flag * rank, source, source * rank, scale]).to(self._device)
         numbers = torch.cat([flags, squares.double().to(self._device)])
         _add(numbers, self._holders.groups)
-        by = numbers[:4]
+        by = numbers[:5]
         if self._everyone is not self._holders:
             by = flags
             _add(by, self._everyone.groups)
         by = by.to(at)
-        return Agreement(None if found is None else (by[0] > 0).to(found.dtype), numbers[4:].to(at), by)
+        total = scale * len(self._everyone.ranks)  # exact for FP32 numbers
+        if at.type == "cpu" and by[4] != total:
+            raise UsageError(
+                f"the ranks have different loss scales: on rank {rank} it is {float(scale):g}. Call load_state_dict "
+                "with the same state on every rank."
+            )
+        return Agreement(None if found is None else (by[0] > 0).to(found.dtype), numbers[5:].to(at), by[:4])
 
     def largest(self, *numbers: float, of_holders: bool = False) -> list[float]:
         """The largest of all ranks' numbers, each; waits for the device."""
@@ -164,6 +173,13 @@ def wrappers(model: nn.Module) -> list[Any]:
     if not (_AVAILABLE and dist.is_initialized()):
         return []
     return [part for part in model.modules() if isinstance(part, nn.parallel.DistributedDataParallel)]
+
+
+def averaging(params: Iterable[Tensor]) -> list[Any]:
+    """The process groups over which any `DistributedDataParallel` averages these; slow: looks at all objects."""
+    mine, kind = set(map(id, params)), nn.parallel.DistributedDataParallel
+    found: list[Any] = [one for one in gc.get_objects() if issubclass(type(one), kind)]
+    return [one.process_group for one in found if not joins(one) and mine & set(map(id, one.parameters()))]
 
 
 def averages_others(wrapper: Any, params: Iterable[Tensor]) -> bool:

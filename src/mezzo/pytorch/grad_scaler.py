@@ -25,6 +25,7 @@ from mezzo.pytorch import distributed, loss_scaler
 from mezzo.pytorch import step as engine
 from mezzo.pytorch.kernels.not_traced import breaks_graph
 from mezzo.pytorch.loss_scaler import from_scaler_state, moved, to_scaler_state
+from mezzo.pytorch.same_options import compare_arguments, follow
 
 
 def _setting(name: str) -> Any:
@@ -166,6 +167,7 @@ class GradScaler(torch.amp.GradScaler):
             self._lazy_init_scale_growth_tracker(device)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        follow()
         super()._lazy_init_scale_growth_tracker(dev)
         if self._scale is not None and not loss_scaler.reading_is_free(self._scale):
             self._overflows, self._stuck = (
@@ -268,17 +270,21 @@ class GradScaler(torch.amp.GradScaler):
         params = [p for p in engine.parameters(optimizer) if p.grad is not None]
         grads = engine.gradients_of(params, allow_fp16=allow_fp16)
         found = engine.unscale_(grads, inv_scale, found_inf)
-        ranks = distributed.ranks_of(engine.parameters(optimizer))
+        if not distributed.is_distributed():
+            return found
+        every, scale = list(engine.parameters(optimizer)), self._scale_in_use().to(found_inf)
+        ranks = distributed.ranks_of(every)
+        if not self._compared and optimizer not in self._last:  # at its first step
+            together = ranks or distributed.ranks_of(every, distributed.averaging(every))
+            self._compared = bool(together)
+            compare_arguments("GradScaler", "step(optimizer)", self._given, together.holders)
+            if not (ranks and loss_scaler.reading_is_free(found_inf)):
+                together.agreed(None, began=torch.stack([found_inf, scale]))
         if not ranks:
             return found
-        if not self._compared:
-            self._compared = True
-            from mezzo.pytorch import same_options  # a build of PyTorch may lack torch.distributed
-
-            same_options.compare_arguments("GradScaler", "step(optimizer)", self._given, ranks.holders)
         own = engine.combined([found_inf, *found.values()], found_inf.device)
-        state = self._states[id(optimizer)]
-        agreed, state["norm"], _ = engine.clip_(params, grads, own, None, state.get("max_norm"), ranks)
+        state, began = self._states[id(optimizer)], torch.stack([own, scale])
+        agreed, state["norm"], _ = engine.clip_(params, grads, own, None, state.get("max_norm"), ranks, began)
         return found if agreed is None else {agreed.device: agreed}
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:

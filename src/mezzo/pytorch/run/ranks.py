@@ -27,6 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mezzo.core.errors import UsageError
 from mezzo.pytorch import distributed
 from mezzo.pytorch.distributed import Ranks
+from mezzo.pytorch.same_options import difference, explained, follow, store_of_ranks
 
 if TYPE_CHECKING:
     from mezzo.pytorch.run.session import Session
@@ -140,15 +141,16 @@ def all_without_gradients(session: Session, ranks: Ranks) -> None:
     counts[together] += 1  # not the updates: some may be of an optimizer that exists on one rank only
     keys = [f"mezzo/without-gradients/{together}/{counts[together]}/{rank}" for rank in ranks.holders]
     session.store.set(keys[ranks.holders.index(dist.get_rank())], "")
-    end = time.monotonic() + SECONDS_FOR_GRADIENTS
+    seconds = min(SECONDS_FOR_GRADIENTS, session.store.timeout.total_seconds() / 2)  # less than the others'
+    end = time.monotonic() + seconds
     while not session.store.check(keys):
         if time.monotonic() > end:
             session.fatal = error = UsageError(
                 f"on rank {dist.get_rank()} an optimizer's step() was called without gradients, and other ranks did "
-                f"not do so within {SECONDS_FOR_GRADIENTS} seconds: they wait for this rank. Call backward() "
+                f"not do so within {seconds:g} seconds: they wait for this rank. Call backward() "
                 "on every rank before step(). On a rank without data: loss = 0.0 * model(example).sum()"
             )
-            raise error
+            raise explained(error)
         time.sleep(0.01)
 
 
@@ -157,8 +159,6 @@ def _has_storage(tensor: Any) -> TypeGuard[Tensor]:
 
 
 def _make_init(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
-    from mezzo.pytorch.same_options import store_of_ranks
-
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         # If first imported when a group exists (by DDP or an optimizer, with Dynamo), it keeps that group as a default
@@ -177,6 +177,7 @@ def _make_init(session: Session, original: Callable[..., Any]) -> Callable[..., 
                 session.fatal = error = UsageError(wrong)
                 raise error
             session.store, session.only_counts = store, False
+            follow()
         return result
 
     return init_process_group
@@ -212,8 +213,6 @@ def _described(session: Session) -> str:
 
 def _difference(store: Any, rank: int, ranks: int, mine: str) -> str:
     """What is wrong, in the same words on every rank; empty if all have the same options."""
-    from mezzo.pytorch.same_options import difference
-
     wrong = difference(store, rank, range(ranks), mine, PATIENCE)
     if wrong is None:
         return (

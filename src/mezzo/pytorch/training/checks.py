@@ -26,6 +26,7 @@ from mezzo.pytorch.dtypes import SIXTEEN_BITS, name_of
 from mezzo.pytorch.optim.checks import refuse_replaced
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.with_masters import WithMasters
+from mezzo.pytorch.same_options import compare_arguments
 from mezzo.pytorch.step import parameters
 from mezzo.pytorch.training.backward import has_gradient, is_simple, nodes_of
 
@@ -45,8 +46,6 @@ def same_arguments(mp: Any, loss_scale: object, ranks: Ranks) -> None:
 
     `loss_scale`: as given. The store may have messages of ranks that were restarted since, so states are reduced.
     """
-    from mezzo.pytorch.same_options import compare_arguments
-
     parts = {"precision": mp._resolved.asked, "accumulate": mp.accumulate}
     parts |= {"clip_norm": mp.clip_norm, "clip_value": mp.clip_value, "loss_scale": loss_scale}
     parts["trace"] = mp._observing.tracer is not None or None  # ranks that trace exchange what they found
@@ -166,7 +165,7 @@ def outside_autocast(loss: Tensor, policy: Policy, model: nn.Module, stored: str
     else:
         what = f"nothing ran in {' or '.join(low)}. Compute it inside"
     told = f"MixedPrecision: the loss was computed outside mp.autocast(), so {what}"
-    warnings.warn(f"{told}: with mp.autocast(): loss = loss_fn(model(x), y).", stacklevel=3)
+    warnings.warn(f"{told}: with mp.autocast(): loss = loss_fn(model(x), y).", stacklevel=4)
 
 
 def first_loss(loss: Tensor, accumulate: int, optimizer: Optimizer) -> None:
@@ -175,7 +174,7 @@ def first_loss(loss: Tensor, accumulate: int, optimizer: Optimizer) -> None:
         warnings.warn(
             "MixedPrecision: the parameters had gradients before the first step(loss), and its own are added to them. "
             "Remove loss.backward() from the loop, or call optimizer.zero_grad() before the first step(loss).",
-            stacklevel=3,
+            stacklevel=4,
         )
     node: Any = loss.grad_fn
     if not is_simple(loss) or node is None or node.name() not in ("DivBackward0", "MulBackward0"):
@@ -195,7 +194,7 @@ def first_loss(loss: Tensor, accumulate: int, optimizer: Optimizer) -> None:
     warnings.warn(
         f"MixedPrecision: the loss was {done} by {by}, and {twice}. If it was done for that, remove it. If it has "
         f"another reason: warnings.filterwarnings('ignore', 'MixedPrecision: the loss was {done}').",
-        stacklevel=3,
+        stacklevel=4,
     )
 
 

@@ -37,6 +37,7 @@ from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.state_dicts import FirstStates
 from mezzo.pytorch.optim.with_masters import WithMasters
 from mezzo.pytorch.reduction import average_in, to_average
+from mezzo.pytorch.same_options import follow, reported
 from mezzo.pytorch.step import StepOutcome, parameters, step_fused, step_in_place
 from mezzo.pytorch.training import backward, cast_parameters, checks
 from mezzo.pytorch.training import state as training_state
@@ -167,6 +168,7 @@ class MixedPrecision:
         weights: str | None = None,
     ) -> None:
         given = locals()
+        follow()
         replaced = checks.model_and_optimizer(model, optimizer, _ALIVE)
         checks.arguments(given)
         scale = as_loss_scale(loss_scale, "MixedPrecision")
@@ -240,7 +242,7 @@ class MixedPrecision:
             if release and self.accumulate == 1:
                 self._release = GradientRelease(self._fused)
         self._backward = OptimizerBackward(stepping, self.model)
-        self._loss_is_bad: Tensor | None = None  # whether a loss of this window is not finite on this rank
+        self._began: Tensor | None = None  # of `Ranks.agreed`, whether a loss of this window is not finite
         # torch's zero_grad also opens a profiler range, which takes longer than the rest of it.
         own = type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer)
         self._clears_itself = not own
@@ -366,6 +368,7 @@ class MixedPrecision:
             yield context
 
     @breaks_graph
+    @reported
     def step(self, loss: Tensor, *, retain_graph: bool = False) -> StepResult:
         """Run backward, and after `accumulate` losses the optimizer step, unless a gradient is NaN or infinite.
 
@@ -389,16 +392,15 @@ class MixedPrecision:
             LossScaleCollapseError: `patience` steps in a row were skipped at the smallest loss scale. Raised at once on
                 a CPU and where the host sees the skip, else within `patience` more steps.
         """
-        checks.loss(loss)
         if self not in _ALIVE:
             raise CallOrderError("step(): this MixedPrecision is closed. Create a new one.")
         window, observing = self._window, self._observing
-        if not self._compared:
-            self._compared = True
-            if window.seen == 0:
-                checks.first_loss(loss, self.accumulate, self.optimizer)
-            if distributed.is_distributed():
-                checks.same_arguments(self, self._given_scale, self._ranks())
+        is_first, self._compared = not self._compared, True
+        if is_first and distributed.is_distributed():  # before this rank may refuse its loss
+            checks.same_arguments(self, self._given_scale, self._ranks())
+        checks.loss(loss)
+        if is_first and window.seen == 0:
+            checks.first_loss(loss, self.accumulate, self.optimizer)
         if (setting := self._resolved.to_change) and distributed.is_distributed():
             checks.not_joined(self.model, setting)
         if self._looks:
@@ -415,9 +417,10 @@ class MixedPrecision:
         outcome: StepOutcome | None = None
         if observing.listening:
             observing.backward_begins(loss, window.scale_over(window.accumulate))
-        if scaler is not None and distributed.is_distributed():
+        if window.scale is not None and distributed.is_distributed():
             bad = ~distributed.local(loss.detach()).isfinite().all()
-            self._loss_is_bad = bad if self._loss_is_bad is None else self._loss_is_bad | bad
+            began = torch.stack([bad.to(window.scale), window.scale])
+            self._began = began if self._began is None else self._began.maximum(began)
         try:
             if window.check(self.optimizer) and not self._backward.wrappers:  # DDP may write its buckets
                 self._warn_once(_CHANGED)
@@ -434,7 +437,7 @@ class MixedPrecision:
                         self._backward.params(),
                         scale=window.scale,
                         clip_norm=self.clip_norm,
-                        began=self._loss_is_bad,
+                        began=self._began,
                     )
                 self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler asks for it
             else:
@@ -467,6 +470,7 @@ class MixedPrecision:
         return self._end_window(outcome)
 
     @breaks_graph
+    @reported
     def flush(self) -> StepResult:
         """Step with fewer than `accumulate` losses, at the end of an epoch.
 
@@ -510,7 +514,7 @@ class MixedPrecision:
                         clip_norm=self.clip_norm,
                         host_must_know=must_know,
                         ranks=ranks,
-                        began=self._loss_is_bad,
+                        began=self._began,
                     )
             except BaseException:
                 self._drop_step()
@@ -565,7 +569,7 @@ class MixedPrecision:
             finding=finding,
             by_tensor=outcome.by,
         )
-        self._loss_is_bad = None
+        self._began = None
         scaler = self._resolved.active_scaler
         if scaler is not None and found is not None:
             scaler.update(found)
@@ -583,7 +587,7 @@ class MixedPrecision:
         told = observing.warning(finding, "mp.findings")
         if told and self._ranks().is_first:  # the others have found the same
             what = "was skipped" if skipped is True else "stepped from a loss that is NaN or infinite"
-            warnings.warn(f"MixedPrecision: update {self._journal.updates - 1} {what}: {told}", stacklevel=3)
+            warnings.warn(f"MixedPrecision: update {self._journal.updates - 1} {what}: {told}", stacklevel=4)
         return result
 
     def _warn_once(self, message: str) -> None:
@@ -606,7 +610,7 @@ class MixedPrecision:
         self._window = Accumulation(self.accumulate)
         self._journal.flush()
         self._clear_gradients()
-        self._loss_is_bad = None
+        self._began = None
         distributed.drop_unsharded([self.model])
         self._observing.step_dropped()
 
