@@ -193,16 +193,17 @@ def recommend(rows: Iterable[Row], native: Iterable[str], *, device: str) -> Rec
             measured = "too few steady repeats to say how fast it is (measure again when the machine is idle)"
             gains = runs
         if form not in native:
-            found = measured if runs else "PyTorch cannot run it there"
-            reasons.append(
-                f"{form}: {found}. Mezzo {'therefore ' * ('slower' in found)}computes {form} in FP32 here, so that you "
-                "can test its numerics. The casts make it slower than FP32; `mezzo compare` measures how much."
-            )
+            reasons.append(f"{form}: {measured if runs else 'PyTorch cannot run it there'}.")
         elif gains:
             reasons.append(f"{form}: {device} has native {form}: {measured}.")
             chosen = form if chosen == "fp32" else chosen
         else:
             reasons.append(f"{form}: {device} has native {form}, but gains too little: {measured}.")
+    if emulated := [form for form in ("bf16", "fp16") if form not in native]:
+        reasons.append(
+            f"Mezzo computes {' and '.join(emulated)} in FP32 here, so that you can test the numerics. The casts make "
+            "a training slower than in FP32; `mezzo compare` measures how much."
+        )
     why = {
         "bf16": "bf16 is preferred to fp16: it has the range of fp32, so it needs no loss scale.",
         "fp16": FP16_RANGE,

@@ -127,7 +127,7 @@ class MixedPrecision:
         watch: count the exponents of weights, activations, gradients and updates, by module: True, or an interval in
             updates. The counts are in `ranges`.
         trace: when a step is skipped, replay its model calls and find the origin of the value that is not finite:
-            `result.finding`, `findings`; the first one that a smaller loss scale does not fix is a warning, too. None:
+            `result.finding`, `findings`; the first one that a loss scale of 1 does not prevent is a warning, too. None:
             only where the host learns of the skip without waiting for it.
         records: a file (``"run.jsonl"``) for `mezzo report`, written anew, or a `mezzo.TensorBoardWriter`. It gets
             losses and updates, every 16 updates, at `close()` and on an exception. Rank 1 writes `run-rank1.jsonl`.
@@ -640,8 +640,7 @@ class MixedPrecision:
         of the same kind.
 
         Raises:
-            UsageError: a state of another kind, or accumulated gradients with another `accumulate` or number of
-                parameters.
+            UsageError: a state of another kind, or accumulated gradients with another `accumulate` or parameter count.
         """
         training_state.load(self, state)
 
