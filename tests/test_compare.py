@@ -752,6 +752,7 @@ def test_a_run_that_mezzo_refuses_has_not_failed(case: Case) -> None:
         case.compare(watcher=Watcher(Console(file=file, width=80)))
     assert "fp32-0: stopped by Mezzo, for the reason below" in file.getvalue()
     assert "failed" not in file.getvalue()
+    assert "left" not in file.getvalue().splitlines()[-1]  # no time left: the comparison ends
 
 
 @pytest.mark.parametrize(

@@ -281,10 +281,12 @@ def run_to_end(command: Sequence[str], request: RunRequest, told: Watcher) -> tu
                 os.replace((place / final.name).with_suffix(suffix), final.with_suffix(suffix))
         shutil.rmtree(place, ignore_errors=True)
     run = read_run(final.parent, final.stem)
-    failed = f"killed by signal {-status}" if status < 0 else f"failed with exit status {status}"
-    if run.own is not None:
-        failed = "stopped, since the script has its own mixed precision"
+    outcome = f"killed by signal {-status}" if status < 0 else f"failed with exit status {status}"
+    if run.own is not None and not run.succeeded:
+        outcome = "stopped, since the script has its own mixed precision"
     elif run.refused(status):
-        failed = "stopped by Mezzo, for the reason below"
-    told.end(f"{run.steps} step{'s' * (run.steps != 1)}" if run.succeeded else failed, goes_on=run.succeeded)
+        outcome = "stopped by Mezzo, for the reason below"
+    elif run.succeeded:
+        outcome = f"{run.steps} step{'s' * (run.steps != 1)}"
+    told.end(outcome, goes_on=run.succeeded and not status)
     return run, status

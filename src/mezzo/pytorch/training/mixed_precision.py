@@ -666,8 +666,7 @@ class MixedPrecision:
         """Release the parameters and the model's overrides, so that another MixedPrecision may have them.
 
         16-bit weights stay as they are; the optimizer holds their masters, so give both to the next MixedPrecision.
-        `mezzo.master_state_dict` gives the weights in FP32. An open window is dropped with its gradients: call
-        `flush()` first.
+        `mezzo.master_state_dict` gives the weights in FP32. Call `flush()` first: an open window is dropped.
         """
         if seen := self._window.seen:
             if sys.exc_info()[0] is None:  # else an error has ended the loop
