@@ -90,7 +90,7 @@ RATES: list[tuple[Any, ...]] = [
       "no time here. They save memory if"]),
     ((8, 4), (3, 2), (60, 20), "fp16", "fp16", ["Mezzo scales the loss"]),
     ((60, 30), (900, 400), (900, 410), "bf16 fp16", "bf16", ["bf16 is preferred to fp16"]),
-    ((60, 30), (NAN, NAN), (NAN, NAN), "", "fp32", ["bf16 and fp16: PyTorch cannot run it", "computes bf16 and fp16 in"]),
+    ((60, 30), (NAN, NAN), (NAN, NAN), "", "fp32", ["bf16 and fp16: PyTorch cannot run it", "bf16 and fp16 in FP32"]),
     ((60, 30), (90, NAN), (NAN, NAN), "bf16", "fp32", ["training step is not available"]),
 ]  # fmt: skip
 
