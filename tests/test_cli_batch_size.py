@@ -111,6 +111,8 @@ ENDS: list[tuple[dict[str, Any], list[str], list[int], int, str]] = [
     ({"ends": {20: OOM}, "device": "cuda"}, [], [8, 16, 32, 24, 20, 18], 18, "no: out of memory"),
     ({"device": "cuda"}, ["--max=40"], [8, 16, 32, 40], 40, "40     40 kB"),
     ({"device": "cuda"}, ["--limit=20kB"], [8, 16, 20], 20, "fits into 20 kB"),
+    ({"device": "cuda"}, ["--limit=20KiB"], [8, 16, 20], 20, "fits into 20KiB (20.5 kB)"),
+    ({"bytes": {"bf16": [5000, 1]}}, ["--start=1", "--limit=4KiB"], [1], 0, "over the limit of 4KiB (4.1 kB)"),
     ({}, [], [8, 4, 10], 10, "fits into 10 kB"),  # what the machine has left
     ({"ends": {12: {"signal": 9}}}, ["--limit=1GB"], [8, 16, 12, 10, 11], 11, "by the system, probably out of memory"),
     ({"overhead": 0}, ["--limit=1GB"], [8, 16, 32], 32, "note: samples/s no longer rise. For larger sizes: --max 512"),

@@ -171,7 +171,7 @@ WRONG: list[tuple[str, str]] = [
     (f"{SIZES} --precision bf61", "Did you mean 'bf16'?"),
     (f"{SIZES} --precision auto", "Name one, such as bf16"),
     (f"{SIZES} --limit 4giga", "--limit '4giga' is not a number of bytes"),
-    (f"{SIZES} --steps 8", "The minimum is 9"),
+    (f"{SIZES} --steps 8", "argument --steps: '8' is below the minimum of 9. Example: 24"),
     (
         f"{SIZES} --start 8 --max 4",
         "max_size=4: needs 1 <= start <= max_size, as in --start 8 --max 64",

@@ -674,7 +674,7 @@ def test_what_ends_a_comparison(
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"seeds": 0}, "the minimum is 1"),
+        ({"seeds": 0}, "--seeds 0 is below the minimum of 1"),
         ({"precisions": ("a/p.toml", "a-p.toml")}, "would both write"),
         ({"precisions": ("fp32",)}, "would both write"),
         ({"metric": "accuracy"}, "has no group"),
@@ -777,6 +777,16 @@ def test_a_bar_on_a_terminal(case: Case) -> None:
     assert "[1/3] fp32-0" in said
     assert "40/40" in said
     assert "failed with exit status 1" in said
+
+
+def test_a_run_that_mezzo_refuses_has_not_failed(case: Case) -> None:
+    case.write({"fp32-0": {"mistake": "policy 'bf16,module.haed=fp32': no module haed"}})
+    file = io.StringIO()
+    with pytest.raises(UsageError, match="no module haed"):
+        case.compare(watcher=Watcher(Console(file=file, width=80)))
+    assert "fp32-0: stopped by Mezzo, for the reason below" in file.getvalue()
+    assert "failed" not in file.getvalue()
+    assert "left" not in file.getvalue().splitlines()[-1]  # no time left: the comparison ends
 
 
 @pytest.mark.parametrize(

@@ -246,6 +246,7 @@ def test_a_run_says_all_of_it(launch: Any) -> None:
     err = told(22, "3e20", "fp16,loss_scale=1024")
     assert err.startswith("mezzo: update 0 skipped: ")  # at once, before the script's end
     assert "an input of 3e+20 does not fit fp16, whose largest number is 65504. It is an input of the" in err
+    assert "scale or normalize" not in err  # said once, as what to try
     assert "mezzo: update 0 skipped, and 21 later ones: " in err
     first, second, *_ = err.splitlines()
     assert (" Try: " in first, "NOTHING WAS TRAINED" in second) == (True, True)

@@ -205,7 +205,7 @@ def whole(what: str, example: int, least: int | None = None) -> Callable[[str], 
     def read(text: str) -> int:
         found = _read(int, text, f"an integer{what and f' (the number of {what})'}. Example: {example}")
         if least is not None and found < least:
-            raise argparse.ArgumentTypeError(f"{text!r}. The minimum is {least}. Example: {example}")
+            raise argparse.ArgumentTypeError(f"{text!r} is below the minimum of {least}. Example: {example}")
         return found
 
     return read

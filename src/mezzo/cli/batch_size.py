@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
             for name in precisions:
                 now = time.monotonic()
                 shown.until = now + (over - now) / (len(precisions) - len(found))
-                found[name] = BatchSizeResult(limit=limit)
+                found[name] = BatchSizeResult(limit=limit, typed=arguments.limit or "")
                 _search(found[name], script, name, arguments, shown)
                 limit = found[name].limit  # one for all
     except KeyboardInterrupt:

@@ -53,9 +53,11 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"schema": 1, **data, "recommendation": advice}, indent=2, allow_nan=False))
         return 0
     lines += ["", f"Use {found.precision}", *(f"  {one}" for one in found.reasons)]
-    if found.precision != "fp32" or arguments.gpu is None:
-        candidates = "bf16,fp16" if found.precision == "fp32" else found.precision
-        lines += ["", f"Try it: mezzo compare --precision {candidates} train.py"]
+    if found.precision != "fp32":
+        why = "Try it" if arguments.gpu is None else "Measure your model's gain on that GPU"
+        lines += ["", f"{why}: mezzo compare --precision {found.precision} train.py"]
+    elif arguments.gpu is None:
+        lines += ["", "Test memory and numerics of 16 bits: mezzo compare --precision bf16,fp16 train.py"]
     say("\n".join(lines), out=True)
     return 0
 
@@ -146,7 +148,7 @@ def _gpu_lines(model: GpuModel) -> Iterable[str]:
     form = "bf16" if "bf16" in peaks else "fp16"
     gains = [f"{peaks[form] / peaks[one]:.2g}x over {one}" for one in ("fp32", "tf32") if one in peaks]
     if gains:
-        yield f"  {form} gains at most {' and '.join(gains)}: a training gains less"
+        yield f"  {form} gains at most {', '.join(gains)}, in matrix products alone: a training gains less"
     else:
         yield "  no data sheet figures are known to Mezzo; on that machine `mezzo doctor` measures it"
     yield f"  {'dense peaks' if peaks else 'compute capability'} from: {model.source}"
@@ -155,7 +157,6 @@ def _gpu_lines(model: GpuModel) -> Iterable[str]:
 def _gpu_json(model: GpuModel) -> dict[str, Any]:
     found = asdict(model)
     formats = formats_at(model.capability) if found.pop("tensor_cores") else ()
-    number, its = "{}.{}".format(*model.capability), architecture(model.capability)
-    return found | {
-        "capability": {"capability": number, "architecture": its, "tensor_core_formats": list(formats)}
-    }
+    number, named = "{}.{}".format(*model.capability), architecture(model.capability)
+    its = {"capability": number, "architecture": named, "tensor_core_formats": list(formats)}
+    return found | {"capability": its}

@@ -178,7 +178,7 @@ def _kept(folder: Path, name: str, told: Watcher) -> FinishedRun:
 
 def _check(request: Request, folder: Path, plan: Planned, run: FinishedRun, status: int) -> None:
     """Raise what ends the comparison: FP32's failures, and those that say nothing about a precision."""
-    refused, own = _refused(run, status), run.own
+    refused, own = run.refused(status), run.own
     if run.succeeded and not refused and own is None:
         return
     try:
@@ -219,13 +219,6 @@ def _check(request: Request, folder: Path, plan: Planned, run: FinishedRun, stat
         # A later call must not read this as a candidate's result; the log stays for the user.
         (folder / "runs" / f"{plan.name}.jsonl").unlink(missing_ok=True)
         raise
-
-
-def _refused(run: FinishedRun, status: int) -> str:
-    """Mezzo's own message if it refused the run, else "". An exit status that the records lack is Mezzo's."""
-    own = run.ended is None or run.ended.status != status or not run.losses
-    said = run.said[-1] if status == 2 and own and run.said else ""
-    return said.removeprefix("mezzo: ") if said.startswith("mezzo: ") else ""
 
 
 def _check_baseline(request: Request, run: FinishedRun) -> None:

@@ -147,7 +147,7 @@ class Request(ScriptRequest):
 
     def __post_init__(self) -> None:
         if self.seeds < 1:
-            raise UsageError(f"--seeds {self.seeds}: the minimum is 1. Proof of equivalence needs 3 or more.")
+            raise UsageError(f"--seeds {self.seeds} is below the minimum of 1. A proof needs 3 or more.")
         if self.nproc is not None and self.framework != "pytorch":
             raise UsageError(
                 f"--nproc {self.nproc}: torchrun starts PyTorch scripts only. Leave --nproc or --framework "

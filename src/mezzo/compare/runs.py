@@ -231,6 +231,12 @@ class FinishedRun:
         lacks = any(records.IN_NO_LAYER in note for note in self.notes)
         return lacks and not any(SOME_LAYERS.search(note) for note in self.notes)
 
+    def refused(self, status: int) -> str:
+        """Mezzo's own message if it refused the run, else "". An exit status that the records lack is Mezzo's."""
+        own = self.ended is None or self.ended.status != status or not self.losses
+        said = self.said[-1] if status == 2 and own and self.said else ""
+        return said.removeprefix("mezzo: ") if said.startswith("mezzo: ") else ""
+
     def failure(self) -> str:
         """The end of the log: from its last traceback on (of ranks, the first), or its last lines."""
         lines = self.said
@@ -288,8 +294,12 @@ def run_to_end(command: Sequence[str], request: RunRequest, told: Watcher) -> tu
                 os.replace((place / final.name).with_suffix(suffix), final.with_suffix(suffix))
         shutil.rmtree(place, ignore_errors=True)
     run = read_run(final.parent, final.stem)
-    failed = f"killed by signal {-status}" if status < 0 else f"failed with exit status {status}"
-    if run.own is not None:
-        failed = "stopped, since the script has its own mixed precision"
-    told.end(f"{run.steps} step{'s' * (run.steps != 1)}" if run.succeeded else failed, goes_on=run.succeeded)
+    outcome = f"killed by signal {-status}" if status < 0 else f"failed with exit status {status}"
+    if run.own is not None and not run.succeeded:
+        outcome = "stopped, since the script has its own mixed precision"
+    elif run.refused(status):
+        outcome = "stopped by Mezzo, for the reason below"
+    elif run.succeeded:
+        outcome = f"{run.steps} step{'s' * (run.steps != 1)}"
+    told.end(outcome, goes_on=run.succeeded and not status)
     return run, status

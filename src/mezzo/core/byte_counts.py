@@ -32,16 +32,15 @@ def parse_bytes(value: int | str, option: str = "") -> int:
     return count
 
 
-def written_bytes(count: int) -> str:
-    """A byte count to three digits, in units of 1000.
+def written_bytes(count: int, typed: str = "") -> str:
+    """A byte count to three digits, in units of 1000; after the user's own text, if that was `typed` otherwise.
 
-    >>> written_bytes(581_234_567), written_bytes(4 * 1024**3), written_bytes(999), written_bytes(999_600)
-    ('581 MB', '4.29 GB', '999 B', '1 MB')
+    >>> written_bytes(581_234_567), written_bytes(999), written_bytes(999_600), written_bytes(16 * 1024**2, "16MiB")
+    ('581 MB', '999 B', '1 MB', '16MiB (16.8 MB)')
     """
-    if count < 1000:
-        return f"{count} B"
     value, units = float(count), ["B", "kB", "MB", "GB", "TB"]
     while value >= 999.5 and len(units) > 1:
         value /= 1000
         units.pop(0)
-    return f"{value:.3g} {units[0]}"
+    written = f"{value:.3g} {units[0]}"
+    return written if typed.replace(" ", "") in ("", written.replace(" ", "")) else f"{typed} ({written})"

@@ -234,14 +234,13 @@ class OverflowReport:
         most = max(went_in, key=lambda one: one.largest, default=None)
         if made is None or most is None or most.largest < rounded_to_infinity(made):
             return ""
-        own = most.name.startswith("model ")
         what = most.name.removeprefix("model ").partition(" ")[0] or "input"
         told = (
             f"{'an' if what[0] in 'aeiou' else 'a'} {what} of {most.largest:.4g} does not fit {made}, whose largest "
             f"number is {float(named(made).max):.6g}"
         )
-        if own:
-            return f"{told}. It is an input of the model: scale or normalize it"
+        if most.name.startswith("model "):
+            return f"{told}. It is an input of the model"
         # A parameter by its name: nothing of this step made it.
         return f"{told}. An earlier operation produced it" if what in ("input", "gradient") else told
 

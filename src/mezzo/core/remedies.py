@@ -109,7 +109,7 @@ def _of_overflow(report: OverflowReport, used: Policy | None, has_bf16: bool) ->
     elif low is None or not fits:
         found.append("scale the input down, or clamp it: the result is larger than FP32's largest number too")
     elif _made_before(report, low):
-        found.append("scale, normalize or clamp the input: it was already too large for the format")
+        found.append("scale, normalize or clamp the input")
     if low is not None and (report.direction == "backward" or fits):
         found += _in_fp32(report, low, used)
         if low == "fp16" and has_bf16:

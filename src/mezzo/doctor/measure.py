@@ -175,7 +175,7 @@ def _waited_for(task: Task, form: str, device_type: str) -> Task:
 def recommend(rows: Iterable[Row], native: Iterable[str], *, device: str) -> Recommendation:
     """The precision for a device (named as in a sentence) with these native formats; bf16 first, for its range."""
     cells = {(one["what"], one["format"]): one for one in rows}
-    native, reasons, chosen = frozenset(native), list[str](), "fp32"
+    native, said, chosen = frozenset(native), dict[str, list[str]](), "fp32"
     for form in ("bf16", "fp16"):
         used = [cells[what, one] for what in ("matmul", "conv step") for one in (form, "fp32")]
         rates = [one["median"] or math.nan for one in used]
@@ -190,19 +190,20 @@ def recommend(rows: Iterable[Row], native: Iterable[str], *, device: str) -> Rec
         # A format that Mezzo emulates may have run only once because it is slow.
         few = [one for one in used if one["repeats"] == 1 and (form in native or one["format"] == "fp32")]
         if few or any(one["unsteady"] or one["reason"] == LATE for one in used):
-            measured = "too few steady repeats to say how fast it is (measure again when the machine is idle)"
+            measured = "too few steady repeats to say how fast (measure again when the machine is idle)"
             gains = runs
         if form not in native:
-            found = measured if runs else "PyTorch cannot run it there"
-            reasons.append(
-                f"{form}: {found}. Mezzo {'therefore ' * ('slower' in found)}computes {form} in FP32 here, so that you "
-                "can test its numerics. The casts make it slower than FP32; `mezzo compare` measures how much."
-            )
+            text = f"{measured if runs else 'PyTorch cannot run it there'}."
         elif gains:
-            reasons.append(f"{form}: {device} has native {form}: {measured}.")
+            text = f"{device} has native {form}: {measured}."
             chosen = form if chosen == "fp32" else chosen
         else:
-            reasons.append(f"{form}: {device} has native {form}, but gains too little: {measured}.")
+            text = f"{device} has native {form}, but gains too little: {measured}."
+        said.setdefault(text, []).append(form)
+    reasons = [f"{' and '.join(forms)}: {text}" for text, forms in said.items()]
+    if emulated := [form for form in ("bf16", "fp16") if form not in native]:
+        how = f"Mezzo computes {' and '.join(emulated)} in FP32 here, so that you can test the numerics."
+        reasons.append(f"{how} The casts make training slower; `mezzo compare` measures how much.")
     why = {
         "bf16": "bf16 is preferred to fp16: it has the range of fp32, so it needs no loss scale.",
         "fp16": FP16_RANGE,

@@ -48,12 +48,13 @@ class Trial:
 
 @dataclass
 class BatchSizeResult:
-    """All trials of a search, which `print` shows. `limit` is in bytes; None: only a failed allocation counts."""
+    """All trials of a search, which `print` shows. `limit`: bytes, as text `typed`; None: an allocation must fail."""
 
     trials: list[Trial] = field(default_factory=list)
     limit: int | None = None
     device: str = "cpu"
     notes: list[str] = field(default_factory=list)
+    typed: str = ""
 
     @property
     def largest(self) -> int:
@@ -82,14 +83,15 @@ class BatchSizeResult:
         if not self.largest:
             why = rows[min(rows)][1].removeprefix("no: ")
             return f"no size that was tried fits, not even batch size {min(rows)}: {why}."
-        speed, limit = rows[self.fastest][0], f" into {written_bytes(self.limit)}" if self.limit else ""
+        speed = rows[self.fastest][0]
+        limit = f" into {written_bytes(self.limit, self.typed)}" if self.limit else ""
         timed = f"; {self.fastest} is the fastest, with {speed} samples per second" if speed != "-" else ""
         return f"batch size {self.largest} is the largest tried that fits{limit}{timed}."
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain values, for JSON."""
         values = {"limit_bytes": self.limit, "largest": self.largest or None, "fastest": self.fastest or None}
-        return values | {key: value for key, value in asdict(self).items() if key != "limit"}
+        return values | {key: value for key, value in asdict(self).items() if key not in ("limit", "typed")}
 
     def __str__(self) -> str:
         lines = ["{:>8}{:>10}{:>12}  {}".format(*row) for row in (_HEADER, *self._rows())]
@@ -115,7 +117,8 @@ def search(
     while size:
         trial = measure(size)
         if found.limit is not None and (trial.peak_bytes or 0) > found.limit:
-            trial = replace(trial, fits=False, why=f"over the limit of {written_bytes(found.limit)}")
+            why = f"over the limit of {written_bytes(found.limit, found.typed)}"
+            trial = replace(trial, fits=False, why=why)
         found.trials.append(trial)
         speeds = {one.size: one.samples_per_second or 0.0 for one in found.trials if one.fits}
         early = [speeds[one] for one in speeds if 4 * one <= found.largest]
@@ -185,10 +188,9 @@ def find_batch_size(
         raise UsageError("find_batch_size runs in one process only. Call it before init_process_group.")
     snapshot, watch = Snapshot(models, [*optimizers, *restore]), PeakTensorBytes(place.type)
     wait: Callable[[], object] = torch.cuda.synchronize if place.type == "cuda" else lambda: None
-    found = BatchSizeResult(device=str(place))
-    if limit is not None:
-        found.limit = parse_bytes(limit, "limit=")
-    elif place.type == "cpu":
+    most = None if limit is None else parse_bytes(limit, "limit=")
+    found = BatchSizeResult(limit=most, device=str(place), typed=limit if isinstance(limit, str) else "")
+    if limit is None and place.type == "cpu":
         watch.start()
         found.limit = spendable_bytes() + watch.stop().peak_bytes
 

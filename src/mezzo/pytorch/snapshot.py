@@ -275,9 +275,7 @@ class BufferSnapshot:
                     each.put_back()
 
     def restore_lost(self) -> bool:
-        """Put those back of which more elements are NaN or infinite now than were; whether any are. Waits for the
-        device.
-        """
+        """Put back those with more NaN or infinite elements than before; whether any were. Waits for the device."""
         lost = [each.restore_lost() for each in self.single]
         for group in self._groups:
             if group.was_replaced() or _not_finite(_flat(group.tensors)) > _not_finite(group.flat):

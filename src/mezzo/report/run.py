@@ -93,7 +93,7 @@ class Run:
 
     @property
     def alarms(self) -> int:
-        """How many failed updates no smaller loss scale would have kept."""
+        """How many failed updates a loss scale of 1 would not have kept."""
         return sum(record.finding.alarms for record in self.overflows)
 
     @property

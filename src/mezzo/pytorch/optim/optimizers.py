@@ -99,8 +99,7 @@ class Adam(FusedOptimizer):
 class AdamW(Adam):
     """Adam with decoupled weight decay: the decay is applied to the weight and does not enter the moments.
 
-    Naive code: as `Adam` with ``g = grad.float()``, and first ``w = w * (1 - lr * weight_decay)``. Arguments and errors
-    are those of `Adam`.
+    Naive code: `Adam` with ``g = grad.float()``, and first ``w = w * (1 - lr * weight_decay)``. Otherwise as `Adam`.
     """
 
     TORCH: ClassVar[type[torch.optim.Optimizer]] = torch.optim.AdamW

@@ -128,7 +128,7 @@ class MixedPrecision:
         watch: count the exponents of weights, activations, gradients and updates, by module: True, or an interval in
             updates. The counts are in `ranges`.
         trace: when a step is skipped, replay its model calls and find the origin of the value that is not finite:
-            `result.finding`, `findings`; the first one that a smaller loss scale does not fix is a warning, too. None:
+            `result.finding`, `findings`; the first one that a loss scale of 1 does not prevent is a warning, too. None:
             only where the host learns of the skip without waiting for it.
         records: a file (``"run.jsonl"``) for `mezzo report`, written anew, or a `mezzo.TensorBoardWriter`. It gets
             losses and updates, every 16 updates, at `close()` and on an exception. Rank 1 writes `run-rank1.jsonl`.
@@ -644,8 +644,7 @@ class MixedPrecision:
         of the same kind.
 
         Raises:
-            UsageError: a state of another kind, or accumulated gradients with another `accumulate` or number of
-                parameters.
+            UsageError: a state of another kind, or accumulated gradients with another `accumulate` or parameter count.
         """
         training_state.load(self, state)
 
@@ -671,8 +670,7 @@ class MixedPrecision:
         """Release the parameters and the model's overrides, so that another MixedPrecision may have them.
 
         16-bit weights stay as they are; the optimizer holds their masters, so give both to the next MixedPrecision.
-        `mezzo.master_state_dict` gives the weights in FP32. An open window is dropped with its gradients: call
-        `flush()` first.
+        `mezzo.master_state_dict` gives the weights in FP32. Call `flush()` first: an open window is dropped.
         """
         if seen := self._window.seen:
             if sys.exc_info()[0] is None:  # else an error has ended the loop
