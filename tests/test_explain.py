@@ -128,6 +128,7 @@ def test_auto_says_what_it_is() -> None:
 WRONG = [
     (("bf16", torch.ones(1)), {}, UsageError, "received 'bf16'.*the precision by name"),
     ((nn.Linear, torch.ones(1)), {}, UsageError, "received the class Linear"),
+    ((nn.Linear(2, 2),), {}, UsageError, r"no inputs.*explain\(model, x\)"),
     ((nn.Linear(2, 2), torch.ones(1, 2)), {"precision": "bf61"}, UnknownNameError, "Did you mean 'bf16'"),
     ((block(), torch.ones(1, 8)), {"precision": "bf16,module.haed=fp32"}, UnknownNameError, "no module"),
 ]
@@ -137,6 +138,14 @@ WRONG = [
 def test_errors_say_how_to_mend_it(args: Any, kwargs: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         mezzo.explain(*args, **kwargs)
+
+
+def test_a_model_that_needs_no_inputs_gets_none() -> None:
+    class Net(nn.Module):
+        def forward(self, *numbers: Any, size: int = 2) -> Any:
+            return torch.ones(size, 2) @ torch.ones(2, size)
+
+    assert [row.op for row in mezzo.explain(Net(), precision="bf16").ops] == ["matmul"]
 
 
 def test_the_storage_of_parameters_is_shown_and_put_back() -> None:

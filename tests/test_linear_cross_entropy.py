@@ -367,3 +367,10 @@ def test_a_linear_layer_to_everyone_else() -> None:
         head(hidden)
     with pytest.raises(UsageError, match=r"\[41\]"):
         LinearCrossEntropy(WIDTH, CLASSES, weight=torch.rand(3))
+    for sizes, message in (
+        (("a", 3), "in_features is 'a'.* integer of at least 1"),
+        ((3, 2.5), "num_classes is 2.5"),
+        ((3, -2), "num_classes is -2"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            LinearCrossEntropy(*sizes)

@@ -251,6 +251,8 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
     "numbers": (lambda p: AdamW(p, lr=torch.ones(2)), ["lr", "[2]"]),
     "beta": (lambda p: Adam(p, betas=(0.9, 1.0)), ["Adam", "betas[1]=1.0"]),
     "nesterov": (lambda p: SGD(p, nesterov=True), ["nesterov", "momentum=0.0"]),
+    "None": (lambda p: AdamW(None), ["AdamW", "None", "model.parameters()"]),  # type: ignore[arg-type]
+    "module": (lambda p: Muon(nn.Linear(2, 2)), ["Muon", "Linear", "model.parameters()"]),  # type: ignore[arg-type]
     "integers": (lambda p: AdamW([torch.zeros(3).int()]), ["torch.int32", "requires_grad"]),
     "fp16": (lambda p: AdamW([torch.zeros(3).half()], masters="split"), ["torch.float16", 'masters="fp32"']),
     "gaps": (lambda p: AdamW([torch.zeros(3, 4)[:, ::2]]), ["[4, 2]", "contiguous()"]),

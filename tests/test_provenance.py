@@ -334,6 +334,74 @@ def test_policies_that_are_offered_help_and_add_to_the_runs_policy(
         assert result(make(), text).stepped, text
 
 
+@pytest.mark.parametrize("native", ["", "fp16"])
+@pytest.mark.parametrize(
+    ("call", "loss", "scale", "gradient", "size"),
+    [
+        (lambda layer: layer(torch.full((64, 8), 2000.0)), 5.0, 1.0, "gradient of weight", 6.4e5),
+        (lambda layer: layer(torch.full((64, 8), 4000.0)), 0.5, 1024.0, "gradient of weight", 1.28e5),
+        (lambda layer: layer(torch.full((70_000, 8), 0.1)), 2.0, 1.0, "gradient of bias", 1.4e5),
+        (lambda layer: layer(torch.ones(2, 8)), 1e5, 64.0, "gradient of input 0", 1e5),
+    ],
+    ids=["weight", "scaled", "bias", "input"],
+)
+def test_the_gradient_that_does_not_fit_is_named_and_unscaled(
+    call: Any,
+    loss: float,
+    scale: float,
+    gradient: str,
+    size: float,
+    native: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On hardware with fp16, its operation itself makes it infinite; emulated, the cast to fp16 does."""
+    monkeypatch.setenv("MEZZO_ASSUME_NATIVE", native)
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    mp = mezzo.MixedPrecision(
+        model, optimizer, "fp16", loss_scale=mezzo.DynamicLossScale(init=scale), trace=True
+    )
+    told = stepped(mp, lambda: (call(model).float() * loss).sum()).finding
+    mp.close()
+    assert (told.cause, told.direction) == ("overflow", "backward")
+    assert gradient in told.sentence
+    assert "earlier operation" not in told.sentence
+    (bad,) = (one for one in told.outputs if not one.finite)
+    assert (bad.name, bad.format) == (gradient, "fp16")
+    if native and "input" not in gradient:
+        assert max(one.largest for one in told.inputs if one.name == "gradient of output") == loss
+    else:
+        assert f"{size:.4g} without the loss scale" in told.sentence
+        assert told.inputs[0].largest == pytest.approx(size, rel=2e-3)
+
+
+def test_a_gradient_that_an_earlier_operation_made_is_put_down_to_that() -> None:
+    model = Computes(lambda self, x: self.linear(x).float() * 1e6 * 1e-6, linear=linear(6, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    mp = mezzo.MixedPrecision(model, optimizer, "fp16", loss_scale=1.0, trace=True)
+    told = stepped(mp, lambda: model(batch(0)[0]).sum() * 1e6).finding
+    mp.close()
+    assert (told.direction, told.op) == ("backward", "float")
+    assert "gradient of output is 1e+06" in told.sentence
+    assert "An earlier operation produced it" in told.sentence
+
+
+def test_a_result_is_shown_with_its_cause_and_without_remedies() -> None:
+    net = faulty()
+    mp = trainer(net)
+    net.place.fault = grows
+    result = step(mp)
+    told = result.finding
+    assert told.remedies
+    assert told.sentence in repr(result)
+    assert "Try:" not in repr(result)
+    assert "bf16" not in repr(result)
+    assert told.advice in result.reason
+    assert told.advice in str(told)
+    assert "Try:" in result._repr_html_()
+
+
 def absorbing(size: float) -> nn.Module:
     """A linear layer's numbers of this size, which tanh takes, and then a product that overflows fp16."""
 

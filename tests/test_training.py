@@ -88,6 +88,7 @@ def test_without_a_loss_scale_nothing_is_looked_at(precision: str) -> None:
     assert math.isnan(run(training("sgd", precision, clip_norm=math.inf), factor=NAN).grad_norm)
 
 
+@pytest.mark.filterwarnings("ignore:MixedPrecision. the model's parameters are complex64")
 @pytest.mark.parametrize("params", ["fp32", "fp16", "complex"])
 @pytest.mark.parametrize(
     ("clips", "expected"),
@@ -458,6 +459,53 @@ def test_a_factor_with_another_reason_is_silenced_as_its_warning_says(row: str) 
 @pytest.mark.parametrize("row", RIGHT)
 def test_nothing_is_told_of_a_loop_that_is_right(row: str) -> None:
     _old_loop(*RIGHT[row])
+
+
+def one() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(2))]
+
+
+def _head_replaced(model: Any) -> list[nn.Parameter]:
+    trained = [*model.parameters()]
+    model[-1] = nn.Linear(model[-1].in_features, 2)
+    return trained
+
+
+def _in_complex(model: Any) -> list[nn.Parameter]:
+    for module in model.modules():
+        for name, param in list(module._parameters.items()):
+            setattr(module, name, nn.Parameter(param.detach().to(torch.complex64)))
+    return list(model.parameters())
+
+
+# What is done to a model, which parameters the optimizer gets, the precision, what is told.
+DOUBTFUL: dict[str, tuple[Callable[[Any], list[nn.Parameter]], str, str]] = {
+    "replaced": (_head_replaced, "bf16", r"lacks 3\.weight, 3\.bias and.*create the optimizer after"),
+    "replaced, frozen": (lambda m: _head_replaced(m.requires_grad_(False)), "fp16", r"lacks 3\.weight, 3\.bias and"),
+    "most": (lambda m: [*m.parameters()][:1] + one(), "bf16", r"lacks 0\.bias, 1\.weight, 1\.bias, \.\.\. and"),
+    "FP64": (lambda m: [*m.double().parameters()], "bf16", r"are fp64, so .* in bf16.*precision='fp32'.*model\.float"),
+    "complex": (_in_complex, "fp16", "are complex64, so nothing runs in fp16"),
+    # Neither alone is a mistake.
+    "several optimizers": (lambda m: [*m[0].parameters()], "bf16", ""),
+    "criterion": (lambda m: [*m.parameters(), *one()], "bf16", ""),
+    "criterion, frozen": (lambda m: [*m.requires_grad_(False)[3].requires_grad_().parameters(), *one()], "bf16", ""),
+    "FP64 in FP32": (lambda m: [*m.double().parameters()], "fp32", ""),
+    "FP64 in part": (lambda m: [m[0].double() and p for p in m.parameters()], "bf16", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", DOUBTFUL)
+def test_parameters_that_are_not_trained_or_not_lowered_are_told(row: str) -> None:
+    made, precision, expected = DOUBTFUL[row]
+    model = network()
+    optimizer = torch.optim.AdamW(made(model))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        mezzo.MixedPrecision(model, optimizer, precision).close()
+    assert len(told) == bool(expected), [str(one.message) for one in told]
+    if expected:
+        assert re.search(expected, str(told[0].message))
+        assert told[0].filename == __file__
 
 
 def test_losses_that_reach_different_layers_share_a_window() -> None:

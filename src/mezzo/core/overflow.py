@@ -216,7 +216,8 @@ class OverflowReport:
     def why(self) -> str:
         """The cause in words, of this operation and these numbers where they are known."""
         if self.cause == "overflow":
-            return self._not_fitting() or CAUSES["overflow"]
+            made = next((one.name for one in self.outputs if "grad" in one.name and not one.finite), "result")
+            return self._not_fitting() or CAUSES["overflow"].replace("result", made)
         if self.cause == "unknown" and self.how not in ("replay", "live"):
             return "the cause is unknown, and the step can't be run again"
         if self.cause != "invalid":
@@ -227,22 +228,22 @@ class OverflowReport:
     def _not_fitting(self) -> str:
         """That a number which went in lies itself beyond the format of what came out; empty where none does."""
         # What is kept for backward went into the operation, not into its slope.
-        backward = self.direction == "backward"
-        went_in = [one for one in self.inputs if not backward or one.name.startswith("gradient")]
+        went_in = [one for one in self.inputs if not one.name.startswith("saved ")]
         bad = (one.format for one in self.outputs if not one.finite)
         made = next((form for form in bad if form in ("fp16", "bf16")), None)
         most = max(went_in, key=lambda one: one.largest, default=None)
         if made is None or most is None or most.largest < rounded_to_infinity(made):
             return ""
         what = most.name.removeprefix("model ").partition(" ")[0] or "input"
-        told = (
-            f"{'an' if what[0] in 'aeiou' else 'a'} {what} of {most.largest:.4g} does not fit {made}, whose largest "
-            f"number is {float(named(made).max):.6g}"
-        )
+        told = f"{'an' if what[0] in 'aeiou' else 'a'} {what} of {most.largest:.4g}"
+        if self.direction == "backward":
+            told = f"the {most.name} is {most.largest:.4g} without the loss scale, and"
+        told += f" does not fit {made}, whose largest number is {float(named(made).max):.6g}"
         if most.name.startswith("model "):
             return f"{told}. It is an input of the model"
-        # A parameter by its name: nothing of this step made it.
-        return f"{told}. An earlier operation produced it" if what in ("input", "gradient") else told
+        # Nothing of this step made a parameter, and the operation itself the gradients of what it was given.
+        earlier = what == "input" or most.name == "gradient of output"
+        return f"{told}. An earlier operation produced it" if earlier else told
 
 
 def rounded_to_infinity(name: str) -> float:

@@ -109,10 +109,11 @@ def search(
     found: BatchSizeResult, measure: Callable[[int], Trial], start: int | None, last: int | None, flat: bool
 ) -> None:
     """Append to `found` trials of sizes from `start` to `last`; `flat` ends them when samples/s no longer rise."""
-    size = min(8, last or 8) if start is None else start
+    whole = all(one is None or isinstance(one, (int, np.integer)) for one in (start, last))
+    size = 0 if not whole else min(8, last or 8) if start is None else start
     if not 1 <= size <= (size if last is None else last):
         raise UsageError(
-            f"start={start}, max_size={last}: needs 1 <= start <= max_size, as in --start 8 --max 64"
+            f"start={start!r}, max_size={last!r}: needs 1 <= start <= max_size, integers as 8, 64 (--start 8 --max 64)"
         )
     while size:
         trial = measure(size)
@@ -177,6 +178,8 @@ def find_batch_size(
         model, optimizer: one or several of each, restored afterwards.
         restore: other objects with `state_dict` and `load_state_dict`: a scheduler, a scaler, a `MixedPrecision`.
     """
+    if not callable(step):
+        raise UsageError(f"find_batch_size: step is {step!r}. Pass a function of the batch size.")
     models = [model] if isinstance(model, nn.Module) else list(model)
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     parameters = [parameter for one in models for parameter in one.parameters()]

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mezzo.core.errors import UsageError, unknown_name
+from mezzo.core.loss_scale import check_whole
 from mezzo.core.rules import Rule
 from mezzo.pytorch.autocast import active_policy
 from mezzo.pytorch.dtypes import SIXTEEN_BITS, name_of
@@ -150,6 +151,8 @@ class LinearCrossEntropy(nn.Linear):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_whole("LinearCrossEntropy: in_features", in_features, 1)
+        check_whole("LinearCrossEntropy: num_classes", num_classes, 1)
         super().__init__(in_features, num_classes, bias, device, dtype)
         self.options = Options(reduction, ignore_index, label_smoothing)
         if weight is not None and tuple(weight.shape) != (num_classes,):
@@ -165,10 +168,8 @@ class LinearCrossEntropy(nn.Linear):
                 "LinearCrossEntropy: no target is given. For the loss call head(hidden, target), for logits "
                 "head.logits(hidden)."
             )
-        named: dict[str, Any] = vars(self.options)
-        return linear_cross_entropy(
-            input, self.weight, target, self.bias, class_weight=self.class_weight, **named
-        )
+        named: dict[str, Any] = {"class_weight": self.class_weight, **vars(self.options)}
+        return linear_cross_entropy(input, self.weight, target, self.bias, **named)
 
     def logits(self, input: Tensor) -> Tensor:
         """The logits [..., num_classes] of hidden states [..., in], as from ``nn.Linear``: for evaluation."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -43,9 +44,7 @@ class BackwardTrace:
     ) -> None:
         self._place, self._scale, self._whole = place, scale, whole
         self._sent_bad: set[Any] = set()
-        self._senders: dict[Any, int] = {}
-        for node in starts:
-            self._senders[node] = self._senders.get(node, 0) + 1
+        self._senders: Counter[Any] = Counter(starts)
         self.found: OverflowReport | None = None
         self.trouble = ""  # an error of looking
         self._handles = [node.register_hook(partial(self._hook, node)) for node in nodes]
@@ -68,14 +67,12 @@ class BackwardTrace:
             self.trouble = ops.in_one_line(error)
 
     def _look(self, node: Any, going: Gradients, coming: Gradients) -> None:
-        all_finite = True
-        for (following, _), grad in zip(node.next_functions, going):
-            if grad is not None and following is not None:
-                self._senders[following] = self._senders.get(following, 0) + 1
-                if not ops.finite(grad):
-                    all_finite = False
-                    self._sent_bad.add(following)
-        if all_finite:
+        edges = zip(node.next_functions, going)
+        sent = [(to, grad) for (to, _), grad in edges if to is not None and grad is not None]
+        self._senders.update(to for to, _ in sent)
+        bad = {to for to, grad in sent if not ops.finite(grad)}
+        self._sent_bad |= bad
+        if not bad:
             return
         if self.found is not None:
             self.found.propagators.append(str(self._named(node)))
@@ -87,39 +84,47 @@ class BackwardTrace:
     def _named(self, node: Any) -> Operation:
         """The operation of a node; a cast, which autocast may have made, has the name of what reads its result."""
         place = self._place(node)
-        if place.op != "to_copy":
-            return place
-        readers = (
-            one for one in self._senders if any(following is node for following, _ in one.next_functions)
-        )
-        return next(map(self._place, readers), place)
+        return next(self._readers(node), place) if place.op == "to_copy" else place
+
+    def _readers(self, node: Any) -> Iterator[Operation]:
+        """The operations that read a node's result, and sent it a gradient."""
+        senders = (one for one in self._senders if any(other is node for other, _ in one.next_functions))
+        return map(self._place, senders)
+
+    def _gradient(self, number: int, following: Any) -> str:
+        """The name of a gradient that a node sends; a parameter's, which may pass casts, has the parameter's."""
+        while following is not None and ops.op_of_node(following) in ("to_copy", "t"):
+            following = following.next_functions[0][0]
+        name = self._place(following).op if self._whole and hasattr(following, "variable") else ""
+        return f"gradient of {name or f'input {number}'}"
 
     def _slope(self, node: Any, going: Gradients, coming: Gradients) -> OverflowReport | None:
         """The node made gradients that are not finite, `going`, of ones that are, `coming`."""
         if node.name() == "CompiledFunctionBackward":  # many operations, which can't be run by hand
             self.trouble = "a compiled function made a gradient that is not finite"
             return None
-        place, scale = self._named(node), float(self._scale)
+        own, place, scale = self._place(node), self._named(node), float(self._scale)
         by_scale = scale > 1.0 and _is_finite_without(scale, node, coming)
-        before = None if by_scale else place.absorbed()
-        if before is not None:
+        if not by_scale and (before := place.absorbed()):
             return before
         kept = _saved(node)
-        outputs = [
-            ops.facts(grad, f"gradient of input {n}") for n, grad in enumerate(going) if grad is not None
-        ]
-        cause = "loss scale" if by_scale else _cause(self._place(node).op, kept, outputs)
-        inputs = [ops.facts(grad, "gradient of output") for grad in coming if grad is not None][:3] + kept
+        names = [self._gradient(n, following) for n, (following, _) in enumerate(node.next_functions)]
+        # A cast inside of an operation, or before it: the operation itself has made what comes to it.
+        within = place.op != own.op or own in self._readers(node)
+        came = "gradient of output" if not within else names[0] if len(names) == 1 else "gradient"
+        by = 1.0 if by_scale else scale
+        outputs = [ops.facts(grad / by, name) for name, grad in zip(names, going) if grad is not None]
+        cause = "loss scale" if by_scale else _cause(own.op, kept, outputs)
+        inputs = [ops.facts(grad / by, came) for grad in coming if grad is not None][:3] + kept
         return report_at(place, cause, inputs, outputs[:3])
 
     def _arrived(self, node: Any, coming: Gradients) -> OverflowReport | None:
         """The gradient that came to the node is not finite, and those sent to it are: a sum, or a hook's effect."""
-        place, several = self._named(node), self._senders.get(node, 0) > 1
+        place, several = self._named(node), self._senders[node] > 1
         if not several and not self._whole:  # it came from within a call
             return None
-        cause = "overflow" if several else "invalid"
-        if several and float(self._scale) > 1.0:  # so few parts, each finite, and this much smaller
-            cause = "loss scale"
+        cause = "overflow" if float(self._scale) <= 1.0 else "loss scale"  # so few parts, each finite
+        cause = cause if several else "invalid"
         made = [ops.facts(grad, SUM) for grad in coming if grad is not None][:3]
         return report_at(Operation(place.module, SUM if several else ops.HOOK, place.line), cause, (), made)
 
@@ -163,34 +168,28 @@ def replay_backward(trace: ForwardTrace, pairs: Sequence[tuple[Tensor, Tensor]])
     """The first operation of a traced call's backward that makes a gradient not finite, or None; keeps `.grad`."""
     outputs, grads = [output for output, _ in pairs], [grad for _, grad in pairs]
     starts = [output.grad_fn for output in outputs]
-    watch = BackwardTrace(trace.operations, starts, trace.operations.__getitem__)
+    watch = BackwardTrace(trace.operations, starts, trace.place_of)
     leaves = list(trace.leaves.values())
     try:
-        given = torch.autograd.grad(
-            outputs, leaves, grads, retain_graph=True, allow_unused=True, materialize_grads=False
-        )
+        given = torch.autograd.grad(outputs, leaves, grads, retain_graph=True, allow_unused=True)
     finally:
         watch.undo()
     if watch.trouble:
         raise RuntimeError(watch.trouble)
-    bad = [leaf for leaf, grad in zip(leaves, given) if grad is not None and not ops.finite(grad)]
+    bad = [leaf for leaf, grad in zip(trace.leaves, given) if grad is not None and not ops.finite(grad)]
     if bad and watch.found is None:  # each of several uses was finite, and not their sum
-        return report_at(Operation(trace.module_of(bad[0]), SUM), "overflow")
+        return report_at(Operation(trace.place_of(bad[0]).module, SUM), "overflow")
     return watch.found if bad else None
 
 
-def watch_loss(
-    starts: Sequence[Any], scale: Tensor | float, operations: Mapping[Any, Operation] | None
-) -> BackwardTrace:
-    """Watch one backward from the loss's node, within calls too for nodes in `operations`."""
-    live = operations is not None
-    seen = operations or {}
+def watch_loss(starts: Sequence[Any], scale: Tensor | float, live: ForwardTrace | None) -> BackwardTrace:
+    """Watch one backward from the loss's node, within calls too if its forward pass was traced `live`."""
     return BackwardTrace(
-        _nodes(starts, most=100_000 if live else MOST, into_calls=live),
+        _nodes(starts, most=100_000 if live else MOST, into_calls=live is not None),
         starts[:1],
-        lambda node: seen.get(node) or Operation(OUTSIDE, ops.op_of_node(node)),
+        live.place_of if live else lambda node: Operation(OUTSIDE, ops.op_of_node(node)),
         scale=scale,
-        whole=live,
+        whole=live is not None,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import sys
@@ -109,7 +110,7 @@ def explain(
         kwargs: the model's keyword arguments.
 
     Raises:
-        UsageError: ``model`` is not a module; see `mezzo.policy` for the precision.
+        UsageError: ``model`` is not a module, or its inputs are missing; see `mezzo.policy` for the precision.
         UnknownNameError: a precision, op or module pattern that does not exist, with the nearest that does.
         UnsupportedPrecisionError: another execution trace is being recorded in this process.
         Whatever the model itself raises.
@@ -119,7 +120,7 @@ def explain(
     >>> [(row.op, row.observed) for row in result.ops]
     [('linear', 'bf16 -> bf16')]
     """
-    _check_model(model)
+    _check_model(model, inputs or kwargs)
     tensors = [*model.parameters(), *model.buffers(), *inputs, *kwargs.values()]
     device_type = next((str(t.device.type) for t in tensors if isinstance(t, torch.Tensor)), "cpu")
     context = context_of(policy_of(precision).at(0), device_type)
@@ -150,13 +151,16 @@ def explain(
     return Explanation(str(policy), device_type, ops, notes + _kernels(rows, policy, device_type))
 
 
-def _check_model(model: object) -> None:
+def _check_model(model: object, given: object) -> None:
     if not isinstance(model, torch.nn.Module):
         received = f"the class {model.__name__}" if isinstance(model, type) else repr(model)
         raise UsageError(
             f"mezzo.explain: model must be a torch.nn.Module, received {received}. Pass the model first, then its "
             "inputs, and the precision by name: mezzo.explain(model, x, precision='bf16')."
         )
+    takes = () if given else inspect.signature(model.forward).parameters.values()
+    if any(one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD for one in takes):
+        raise UsageError("mezzo.explain: no inputs are given. Pass the model's: mezzo.explain(model, x).")
 
 
 @contextmanager

@@ -219,9 +219,11 @@ class ForwardTrace(TorchFunctionMode):
         if len(self._stack) > 1:
             self._stack.pop()
 
-    def module_of(self, tensor: Tensor) -> str:
-        """Path of the module that has a parameter or a buffer; that of the model for anything else."""
-        return self._there.get(_address(tensor), ("", "", ""))[0]
+    def place_of(self, node: Any) -> Operation:
+        """The operation that made a node; a tensor of the model's, by its module and name, for a leaf's."""
+        if hasattr(node, "variable"):
+            return Operation(*self._there.get(_address(node.variable), ("", "", ""))[:2])
+        return self.operations.get(node) or Operation(OUTSIDE, ops.op_of_node(node))
 
     def _operation(self, op: str) -> Operation:
         return Operation(self._stack[-1], op, ops.users_line(self._stop) or self._called)

@@ -169,9 +169,7 @@ class OverflowTracer(StepObserver):
                 reached = live.reached(loss)
                 first, report = (None, None) if reached is None else reached.root()
                 self._in_loss = _in_loss(loss) if first is None or first.unseen else report
-        self._outside[SavedCall.backward] = watch_loss(
-            starts, scale, None if live is None else live.operations
-        )
+        self._outside[SavedCall.backward] = watch_loss(starts, scale, live)
 
     def update_ended(
         self, optimizer: Optimizer, *, index: int, number: int, skipped: Tensor | bool, loss_scale: Scale
@@ -306,9 +304,8 @@ class OverflowTracer(StepObserver):
             begun = {number for tracer in _ALL for number in tracer._scales}
             combines = all(call.grads.keys() <= begun for call in every)
             args: Any = finding, place, scales, self._model, self._written
-            finding = replace(
-                finding, remedies=remedies_for(*args, combines=combines, scaling=self._scaling())
-            )
+            offered = remedies_for(*args, combines=combines, scaling=self._scaling())
+            finding = replace(finding, remedies=offered)
         except Exception as error:
             finding = OverflowReport("unknown", note=f"the search for the cause failed: {in_one_line(error)}")
         if finding.cause == "unknown" and self._group is None and is_distributed():

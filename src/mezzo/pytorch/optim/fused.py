@@ -7,7 +7,7 @@ kernel per device, which unscales, decodes, updates and encodes, or does nothing
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import is_
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from mezzo.core.errors import UsageError
+from mezzo.core.errors import ArgumentTypeError, UsageError
 from mezzo.core.formats import dtype_name
 from mezzo.pytorch.distributed import is_spread, local
 from mezzo.pytorch.dtypes import FLOATS
@@ -60,6 +60,8 @@ class FusedOptimizer(Optimizer):
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], *, state: str, masters: str) -> None:
         self._forget()
+        if not isinstance(params, Iterable):
+            raise ArgumentTypeError(f"{type(self).__name__}: params={params!r:.60}. Use model.parameters().")
         super().__init__(params, {**defaults, "masters": dtype_name(masters), "state": dtype_name(state)})
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable
-from numbers import Real
 from typing import Any, NoReturn
 
 import torch
@@ -19,6 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from mezzo.core.compute import activations_of
 from mezzo.core.errors import CallOrderError, UsageError
+from mezzo.core.loss_scale import is_real
 from mezzo.core.policy import Policy
 from mezzo.pytorch.autocast.context import was_entered
 from mezzo.pytorch.distributed import Ranks, joins, shards, wrappers
@@ -107,6 +107,26 @@ def model_and_optimizer(model: nn.Module, optimizer: Optimizer, others: Iterable
     return sharing
 
 
+def doubtful(model: nn.Module, optimizer: Optimizer, policy: Policy) -> None:
+    """Warn of parameters that were replaced after the optimizer was made, and of formats that no policy lowers."""
+    params, mine = dict(model.named_parameters()), {id(p) for p in parameters(optimizer)}
+    left = [name for name, p in params.items() if p.requires_grad and id(p) not in mine]
+    known = {id(p) for p in (*params.values(), *shards([model]).values())}
+    if left and not mine <= known:  # either alone is usual: several optimizers, or a loss with parameters
+        warnings.warn(
+            f"MixedPrecision: the optimizer lacks {', '.join(left[:3])}{', ...' * (len(left) > 3)} and has parameters "
+            "that are not in the model. If a part of the model was replaced, create the optimizer after that.",
+            stacklevel=4,
+        )
+    dtypes = {p.dtype for p in params.values()}
+    if policy.computed != {"fp32"} and not any(one.is_floating_point and one.itemsize <= 4 for one in dtypes):
+        warnings.warn(
+            f"MixedPrecision: the model's parameters are {' and '.join(sorted(map(name_of, dtypes)))}, so nothing runs "
+            f"in {policy.compute}. Use precision='fp32', or for fp64 model.float() before the optimizer is created.",
+            stacklevel=4,
+        )
+
+
 def needs_closure(optimizer: Any) -> bool:
     """Whether its step evaluates the loss itself, as LBFGS's does."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -144,8 +164,7 @@ def arguments(given: dict[str, Any]) -> None:
 
 
 def _is_bound(value: Any) -> bool:
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    return value is None or (is_number and math.isfinite(value) and value > 0)
+    return value is None or (is_real(value) and math.isfinite(value) and value > 0)
 
 
 def outside_autocast(loss: Tensor, policy: Policy, model: nn.Module, stored: str) -> None:

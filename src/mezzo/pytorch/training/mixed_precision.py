@@ -179,11 +179,8 @@ class MixedPrecision:
             params, masters = cast_parameters.former(weights, params, masters)
         stored = cast_parameters.stored(policy_of(precision), params, masters, state, device_type)
         asked, why = cast_parameters.with_stored_format(*stored, optimizer)
-        self.model = model
-        self.clip_norm = clip_norm
-        self.clip_value = clip_value
-        self.accumulate = accumulate
-        self.scheduler = scheduler
+        self.model, self.scheduler, self.accumulate = model, scheduler, accumulate
+        self.clip_norm, self.clip_value = clip_norm, clip_value
         low = asked.params != "fp32" or cast_parameters.stored_as(optimizer)[0] != "fp32"
         self._average = checks.averager(ema, low=low)
         self._averaged: tuple[int, ...] = ()  # what the count is if the loop updates the average, too
@@ -225,6 +222,7 @@ class MixedPrecision:
         if not any(mp._looks for mp in _ALIVE):  # else one of these may have begun its first forward pass
             forget_entries()
         _ALIVE.add(self)
+        checks.doubtful(model, optimizer, self.policy)
 
     def _train(self, optimizer: Optimizer, policy: Policy, release: bool) -> None:
         """Put weights and optimizer into the policy's formats, and choose the kinds of step and of gradients."""

@@ -115,17 +115,17 @@ class StepResult:
         return 1.0 if self.scale_tensor is None else float(self.scale_tensor)
 
     def __repr__(self) -> str:
-        outcome, *numbers = self._shown()
+        outcome, *numbers = self._shown("" if self.finding is None else self.finding.advice)
         return f"StepResult({', '.join([outcome[1], *map('='.join, numbers)])})"
 
     def _repr_html_(self) -> str:
         return html_table("StepResult", self._shown())
 
-    def _shown(self) -> list[tuple[str, str]]:
+    def _shown(self, without: str = "") -> list[tuple[str, str]]:
         outcome = "skipped" if self.skipped else "stepped" if self.updated else f"no step: {self.note}"
         scale = None if self.scale_tensor is None else self.loss_scale
         rows = (("loss", self.loss), ("grad_norm", self.grad_norm), ("loss_scale", scale))
-        reason = [("reason", repr(self.reason))] if self.updated and self.reason else []
+        reason = [("reason", repr(self.reason.replace(without, "")))] if self.updated and self.reason else []
         return [("outcome", outcome), *((name, short(x)) for name, x in rows if x is not None), *reason]
 
 
