@@ -249,6 +249,7 @@ def test_a_model_that_was_trained_before_another_one_is_judged_too(case: Case) -
         assert "Phase 1 of 2 ended worse" in one["plain"]
         assert "script of its own" in one["advice"]
         assert (one["command"], one["proof"]) == ("", "")
+        assert "</svg>can't tell</span>" in html.unescape(build(case.out).read_text(encoding="utf-8"))
         assert (one["steps"], [read_run(case.out / "runs", f"fp32-{k}").steps for k in range(seeds)]) == (
             40,
             [40] * seeds,
