@@ -174,7 +174,7 @@ WRONG: list[tuple[str, str]] = [
     (f"{SIZES} --steps 8", "argument --steps: '8' is below the minimum of 9. Example: 24"),
     (
         f"{SIZES} --start 8 --max 4",
-        "max_size=4: needs 1 <= start <= max_size, as in --start 8 --max 64",
+        "max_size=4: needs 1 <= start <= max_size, integers as 8, 64 (--start 8 --max 64)",
     ),
     ("doctor A100", "mezzo doctor --gpu A100"),
 ]

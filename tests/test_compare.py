@@ -266,14 +266,28 @@ def test_harm_that_was_over_at_the_end_is_in_the_answer(case: Case) -> None:
     assert "would probably do" not in told["advice"]
 
 
+def test_the_losses_of_a_gan_are_no_measure(case: Case) -> None:
+    case.write({"*": {"turns": True, "metric": 98.0}})
+    one = case.candidate()
+    assert (one["steps"], sum("as in a GAN" in note for note in one["notes"])) == (20, 1)
+    measured = case.candidate(fresh=True, metric=r"accuracy: ([0-9.]+)")
+    assert [note for note in measured["notes"] if "GAN" in note] == []
+
+
 def test_a_script_that_is_not_reproducible_is_named(case: Case) -> None:
     case.write({"*": {"spread": 2.0}, "fp32-ulp-0": {"first": 9.0}})
     one = case.candidate(seeds=3)
     assert one["parity"] == "inconclusive", one["reason"]
-    assert "began with the losses" in one["notes"][0]
+    assert "had the losses" in one["notes"][0]
     assert one["advice"].startswith("make the script reproducible")
     case.write({"fp32-0": {"first": 2.5}, "fp32-ulp-0": {"first": 2.501}})
-    assert [note for note in case.candidate(fresh=True)["notes"] if "began" in note] == []
+    one = case.candidate(fresh=True)
+    assert one["parity"] == "consistent", one["reason"]
+    assert "2.5 and 2.501 in step 0" in one["notes"][0]
+    assert one["advice"].startswith("make the script reproducible")
+    assert one["proof"] == ""
+    case.write({"fp32-0": {"first": 2.5}, "fp32-ulp-0": {"first": 2.50001}})
+    assert [note for note in case.candidate(fresh=True)["notes"] if "losses" in note] == []
 
 
 def test_what_is_slower_and_saves_nothing_is_not_recommended(case: Case) -> None:

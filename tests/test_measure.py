@@ -60,6 +60,15 @@ def test_the_ratio_is_fp32s_time_over_the_candidates() -> None:
     assert (found.word, found.steps) == ("faster", 180)
 
 
+def test_pairs_that_agree_are_no_more_certain_than_fp32s_own_runs() -> None:
+    rng = np.random.default_rng(0)
+    pairs = [(times(rng, 0.20), times(rng, 0.02)) for _ in range(2)]
+    assert speed(pairs, [times(rng, 0.20)]).word == "faster"
+    noisy = speed(pairs, [times(rng, 0.02)])  # a machine whose speed changed in between
+    assert noisy.word == "not told apart"
+    assert noisy.interval[0] < 1 < noisy.interval[1]
+
+
 def test_one_pair_is_as_uncertain_as_fp32s_own_runs_differ() -> None:
     rng = np.random.default_rng(0)
     pair = [(times(rng, 0.30), times(rng, 0.15))]

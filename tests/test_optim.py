@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.testing._internal.two_tensor import TwoTensor
 
 import mezzo
-from mezzo.core.errors import UnknownNameError, UsageError
+from mezzo.core.errors import UnknownArgumentError, UnknownNameError, UsageError
 from mezzo.optim import SGD, Adam, AdamW, Muon, adopt, muon_groups
 from optimizer_steps import (
     BY_NAME,
@@ -448,3 +448,11 @@ def test_a_step_that_somebody_wrapped_is_not_lost_in_silence(scheduled: bool) ->
     if not scheduled:
         del user.step
     adopt(user, masters="split", state="fp32")
+
+
+def test_arguments_that_only_torchs_optimizers_have() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(UnknownArgumentError, match=r"'fused'\. Leave it out"):
+        mezzo.optim.AdamW([weight], fused=True)  # type: ignore[call-arg]
+    with pytest.raises(UnknownArgumentError, match=r"'amsgrad'\. mezzo\.optim lacks it"):
+        mezzo.optim.Adam([weight], amsgrad=True)  # type: ignore[call-arg]

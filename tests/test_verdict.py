@@ -18,7 +18,7 @@ from mezzo.core.comparison import Parity, final_count, final_loss, start_loss, t
 from mezzo.core.equivalence import paired_interval, pairs_needed, tost_power
 from mezzo.core.errors import UsageError
 from mezzo.core.records import RecordWriter, UpdateRecord
-from mezzo.core.verdict import Margins, RunResult, judge
+from mezzo.core.verdict import CONSTANT, Margins, RunResult, judge
 
 STEPS = 100
 CLEAN = 1.0 + 1.5 * np.exp(-np.arange(STEPS) / 8)  # falls from 2.5 to 1: it learns 1.3 or so
@@ -206,6 +206,14 @@ def test_an_earlier_phase_that_ended_worse_forbids_harmless(levels: tuple[float,
     assert judge(base, phased(0.0, 0.4, levels=levels), twin).parity is Parity.DIVERGENT
     short = {k: replace(run, ends=(2 * STEPS - 3,)) for k, run in base.items()}
     assert [len(run.phases) for run in short.values()] == [1] * len(levels)  # three losses are no phase
+
+
+def test_a_loss_that_never_changes_tells_nothing() -> None:
+    flat = {k: RunResult(np.ones(STEPS), moved=STEPS) for k in range(3)}
+    found = judge(flat, flat, {})
+    assert (found.parity, found.cause) == (Parity.INCONCLUSIVE, CONSTANT)
+    measured = {k: replace(run, metric=98.0) for k, run in flat.items()}
+    assert judge(measured, measured, {}).cause == ""
 
 
 def test_harm_that_was_over_at_the_end_is_told() -> None:

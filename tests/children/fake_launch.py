@@ -17,6 +17,7 @@ The script is a JSON object: run name (`bf16-1`), `own` (`off`), precision (`bf1
     seedless true the result of seed 0 under each seed
     early 0.4     a second optimizer takes over in the middle; add to the losses before
     first 5.0     the first loss
+    turns true    two optimizers step in turns
     mistake "why" end as it does for a policy that only the script's model shows to be wrong
 """
 
@@ -68,7 +69,8 @@ def main() -> int:
         loss += 0.0 if taken_over else does.get("early", 0.0)
         loss = does.get("first", loss) if i == 0 else loss
         writer.write(records.LossRecord(i, float("nan") if i == does.get("nan") else float(loss), at))
-        writer.write(records.UpdateRecord(i, int(taken_over), True, False, 1.0, at))
+        turn = i % 2 if does.get("turns") else int(taken_over)
+        writer.write(records.UpdateRecord(i, turn, True, False, 1.0, at))
     if request["observe"]:
         writer.write(records.MemoryRecord(does.get("memory", 1000), "tensor bytes"))
     print(does.get("say", ""), flush=True)

@@ -73,8 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
             uses = told.setdefault(f"{left.reason}; {left.fix}", [])
             uses.append((f"left alone: {left.code}: ", left.line))
         for why, ((what, line), *more) in told.items():
-            also = ", ".join(map(str, dict.fromkeys(other for _, other in more if other != line)))
-            say(f"{name}:{line}: {what}{why}{f' (also lines {also})' if also else ''}")
+            also = [*map(str, dict.fromkeys(other for _, other in more if other != line))]
+            others = f" (also line{'s' * (len(also) > 1)} {', '.join(also)})" if also else ""
+            say(f"{name}:{line}: {what}{why}{others}")
     of = f"{len(changed)} of {len(done)} files" if len(done) > 1 else "1 file"
     command = shlex.join(["mezzo", "migrate", "--write", *changed])
     says = f"{of} {'changed' if arguments.write else f'would change. To change: {command}'}"

@@ -16,12 +16,12 @@ from mezzo.core.comparison import FEWEST_FOR_TOST, ORDER, READING, WIDE
 from mezzo.core.equivalence import MOST_PAIRS
 from mezzo.core.policy import policy
 from mezzo.core.records import HAD_TF32, NOTHING_RAN, file_name
-from mezzo.core.verdict import TAKES_OVER
+from mezzo.core.verdict import CONSTANT, TAKES_OVER
 
 MOST_RUNS = 30  # where more would be needed, other ways are suggested, too
 SAME = 1.05  # speeds that differ by less than this factor are called the same
 LITTLE = 0.95  # less memory than this share of FP32's is worth a step that is not faster
-STARTS_DIFFER = "Two FP32 runs with the same seed began with the losses "
+STARTS_DIFFER = "Two FP32 runs with the same seed had the losses "
 DIGITS = 5  # of a loss or a metric
 
 Candidate = Mapping[str, Any]
@@ -173,6 +173,10 @@ def _unproven(one: Candidate) -> str:
     return ". ".join(wide)
 
 
+def _starts_differ(one: Candidate) -> bool:
+    return any(note.startswith(STARTS_DIFFER) for note in one["notes"])
+
+
 def _needed(one: Candidate) -> float:
     """The pairs of runs that would probably prove equality: infinite above 10,000, 0 if the spread is unknown."""
     known = [
@@ -188,7 +192,13 @@ def _pairs(count: float) -> str:
 def _proof(name: str, one: Candidate, request: Request, folder: Path) -> str:
     """The command that would probably prove the candidate equal; empty if no number of pairs is known for it."""
     needed = _needed(one)
-    if one["parity"] != "consistent" or one["departed"] or request.demo or not 0 < needed <= MOST_PAIRS:
+    if (
+        one["parity"] != "consistent"
+        or one["departed"]
+        or _starts_differ(one)
+        or request.demo
+        or not 0 < needed <= MOST_PAIRS
+    ):
         return ""
     seeds = max(request.seeds + 1, needed)
     more = {**request.asked(), "precisions": [name], "seeds": seeds}
@@ -222,7 +232,9 @@ def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tup
         return f"train FP32 parameters of an nn.Module that the script calls. See {where}", ""
     if (one["cause"] or "").startswith(TAKES_OVER):
         return "train what each optimizer trains in a script of its own, and compare those", ""
-    if word == "inconclusive" and any(note.startswith(STARTS_DIFFER) for note in one["notes"]):
+    if one["cause"] == CONSTANT:
+        return "judge by a metric (--metric)", ""
+    if word != "equivalent" and _starts_differ(one):
         return "make the script reproducible, so that both runs of a pair have the same data and weights", ""
     ignores_seeds = one["seeds"] == 1 < len(one["pairs"])
     if request.seeds < FEWEST_FOR_TOST and not ignores_seeds:

@@ -159,7 +159,7 @@ def _run_all(request: Request, folder: Path, told: Watcher, command: tuple[str, 
                 break
         if plan.name == f"{BASELINE}-1" and index < len(planned):  # ends the second seed's runs
             first, second = (runs[BASELINE][k].result(request.how_metric) for k in (0, 1))
-            if first.same_as(second):
+            if first.same_as(second) and np.ptp(first.losses):  # a constant loss does not show the seed
                 left = f"The last {len(planned) - index} runs are left out"
                 told.say(f"The script ignores its seed: two seeds gave the same FP32 run. {left}.")
                 break

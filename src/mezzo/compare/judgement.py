@@ -20,7 +20,8 @@ from mezzo.core.records import EMULATED, HAD_TF32, OWN, OWN_PRECISION, SWITCHED_
 from mezzo.core.verdict import Margins, RunResult, Verdict, judge
 
 SCHEMA = 1
-_SAME_START = 0.01  # of the first loss; one ulp in the weights changes it by less than a thousandth of that
+# Differences of the first losses, as shares: one ulp in the weights changes the first one by 1e-6 or so.
+_SAME_START = 1e-4, 0.01, 0.01
 
 Results = Mapping[str, Mapping[int, RunResult]]
 Runs = dict[str, dict[int, FinishedRun]]
@@ -114,7 +115,7 @@ def _candidate(request: Request, name: str, each: Runs, results: Results, margin
                 {"seed": k, "loss_gap": gap, "metric": ours, "fp32_metric": theirs}
                 for k, gap, ours, theirs in judged.differences
             ],
-            "notes": [*_starts(each), *judged.notes, *lacking, *noted],
+            "notes": [*_starts(each), *_in_turns(request, baseline), *judged.notes, *lacking, *noted],
             "failed": failed is not None,
             "exit_status": status,
         }
@@ -124,12 +125,24 @@ def _candidate(request: Request, name: str, each: Runs, results: Results, margin
 
 def _starts(each: Runs) -> list[str]:
     """A note if FP32 and the noise check, whose weights differ by one ulp, began with other losses."""
-    both = [each.get(name, {}).get(0) for name in (BASELINE, PERTURBED)]
-    first = [run.losses[0].loss for run in both if run is not None and run.losses]
-    if len(first) < 2 or abs(first[0] - first[1]) <= _SAME_START * max(map(abs, first)):
+    both = [run.losses if (run := each.get(name, {}).get(0)) else () for name in (BASELINE, PERTURBED)]
+    for step, (one, other, share) in enumerate(zip(*both, _SAME_START)):
+        if abs(one.loss - other.loss) > share * max(abs(one.loss), abs(other.loss)):
+            found = f"{one.loss:.6g} and {other.loss:.6g} in step {step}"
+            how = "draws from more than the generators of torch, NumPy and random, such as the time or os.urandom"
+            return [f"{STARTS_DIFFER}{found}: the script {how}."]
+    return []
+
+
+def _in_turns(request: Request, baseline: Mapping[int, FinishedRun]) -> list[str]:
+    """A note if optimizers step in turns, each after a backward pass of its own, and no metric is given."""
+    run = baseline[min(baseline)]
+    others = {update.optimizer for update in run.updates} - set(run.phases.leaders)
+    if request.metric or not others or len(run.losses) < len(run.updates):
         return []
-    other = "draws from more than the generators of torch, NumPy and random, such as the time or os.urandom"
-    return [f"{STARTS_DIFFER}{first[0]:.4g} and {first[1]:.4g}: the script {other}."]
+    return [
+        "Optimizers step in turns. If they train against each other, as in a GAN, no loss measures quality: --metric"
+    ]
 
 
 def _quantity(part: Comparison | None, name: str, prefix: str) -> dict[str, Any]:

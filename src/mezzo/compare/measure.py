@@ -101,21 +101,21 @@ def step_times(updates: Sequence[UpdateRecord], losses: Sequence[LossRecord] = (
 def speed(pairs: Sequence[tuple[Floats, Floats]], perturbed: Sequence[Floats] = ()) -> Speed | None:
     """The geometric mean over pairs of ``median(FP32's times) / median(candidate's)``, with Student's t interval.
 
-    One pair does not show how the machine's speed differs between runs: then FP32's own runs (`perturbed`) do, and the
-    errors of both medians add to that. None if no pair has five timed steps.
+    FP32's own runs, a pair's and `perturbed`, show how the machine's speed differs between runs. With one pair nothing
+    else does, and the errors of both medians add to that; with more pairs, which may agree by chance, no interval is
+    narrower. None if no pair has five timed steps.
     """
     usable = [(a, b) for a, b in pairs if min(len(a), len(b)) >= FEWEST_STEPS and min(a.min(), b.min()) > 0]
     if not usable:
         return None
     ratios = np.array([np.log(np.median(a) / np.median(b)) for a, b in usable])
     middle = ratios.mean()
+    measured = (np.median(times) for times in perturbed if len(times) >= FEWEST_STEPS)
+    own = max((abs(np.log(np.median(usable[0][0]) / median)) for median in measured), default=0.0)
+    half = SINGLE_PAIR_FACTOR * own + math.hypot(*map(_error, usable[0]))
     if len(usable) > 1:
-        low, high = paired_interval(ratios, CONFIDENCE)
-    else:
-        measured = (np.median(times) for times in perturbed if len(times) >= FEWEST_STEPS)
-        own = [np.log(np.median(usable[0][0]) / median) for median in measured]
-        half = SINGLE_PAIR_FACTOR * max(map(abs, own), default=0.0) + math.hypot(*map(_error, usable[0]))
-        low, high = middle - half, middle + half
+        half = max(paired_interval(ratios, CONFIDENCE)[1] - middle, 2 * own / math.sqrt(len(usable)))
+    low, high = middle - half, middle + half
     steps = sum(len(times) for _, times in usable)
     return Speed(float(np.exp(middle)), (float(np.exp(low)), float(np.exp(high))), steps)
 

@@ -175,7 +175,7 @@ class FinishedRun:
 
     def result(self, metric: Metric | None = None) -> RunResult:
         found = self.metric(metric)
-        ends = [self.updates[last].at for last in self._phases.leaders.values()]
+        ends = [self.updates[last].at for last in self.phases.leaders.values()]
         times = [record.at for record in self.losses]
         return RunResult(
             losses=np.array([record.loss for record in self.losses], dtype=np.float64),
@@ -196,10 +196,11 @@ class FinishedRun:
     @property
     def steps(self) -> int:
         """Updates, as `Phases` counts them; losses, if no optimizer's step was seen."""
-        return self._phases.steps or len(self.losses)
+        return self.phases.steps or len(self.losses)
 
     @cached_property
-    def _phases(self) -> Phases:
+    def phases(self) -> Phases:
+        """Which optimizers take over from one another."""
         return Phases(update.optimizer for update in self.updates)
 
     @property

@@ -101,6 +101,14 @@ _REMOVED = {
     "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_DENYLIST_ADD=Tanh (docs/keras.md)",
     "statistical": "use 'dynamic' (DynamicLossScale)",
 }
+# Arguments of PyTorch's optimizers -> what to do without them in `mezzo.optim`.
+_OF_TORCH = {
+    **dict.fromkeys(("fused", "foreach"), "Leave it out: mezzo.optim always steps in one fused kernel."),
+    **dict.fromkeys(
+        ("amsgrad", "capturable", "differentiable"),
+        "mezzo.optim lacks it. Give torch.optim's class to mezzo.with_masters, or to MixedPrecision.",
+    ),
+}
 
 
 def did_you_mean(received: str, names: Iterable[str], cutoff: float = 0.5) -> str:
@@ -136,6 +144,8 @@ def unknown_argument(function: Callable[..., Any], received: str) -> UnknownName
     code = function.__code__
     allowed = set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]) - {"self"}
     where = function.__qualname__.removesuffix(".__init__")
+    if received in _OF_TORCH and "lr" in allowed:
+        return UnknownArgumentError(f"{where}(...): no argument {received!r}. {_OF_TORCH[received]}")
     return unknown_name("argument", received, allowed, where=f"{where}(...): ", error=UnknownArgumentError)
 
 

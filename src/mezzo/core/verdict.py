@@ -21,6 +21,8 @@ COLLAPSE_SHARE = 0.25
 COLLAPSE_SPREAD = 6.0
 TAKES_OVER = "One optimizer takes over from another, as for a second model"
 """The cause begins so where an earlier optimizer's losses ended worse."""
+CONSTANT = "FP32's loss is the same at every step, so it tells nothing"
+"""The cause where no run learns anything that its loss shows."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,9 @@ def judge(
     departed = ""
     if cause:
         parity, reason = Parity.DIVERGENT, cause
+    elif metric is None and all(len(one.losses) > 1 and not np.ptp(one.losses) for one in baseline.values()):
+        cause = CONSTANT
+        parity, reason = Parity.INCONCLUSIVE, f"{cause}. {reason}"
     elif parity in (Parity.EQUIVALENT, Parity.CONSISTENT) and (cause := _earlier_phase(runs, margins.loss)):
         parity, reason = Parity.INCONCLUSIVE, f"{cause} {reason}"
     elif parity is Parity.EQUIVALENT and (departed := _departure(runs, margins.loss)):
