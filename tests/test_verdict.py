@@ -175,7 +175,7 @@ ROWS: dict[str, tuple[Any, Any, float | None, Parity, str]] = {
     "two pairs, harm in one only": ((0.0, 0.001), (0.2, 0.0), 0.001, INC, UNSURE),
     "one run of three ruined": (THREE, RUINED, 1e-4, DIV, "With seed 2 its loss in the last tenth"),
     "a dive in the last three steps": (THREE, DIVE, 1e-4, DIV, "With seed 2 its loss in the very end"),
-    "a spike that is over at the end": (THREE, SPIKES, 1e-4, CON, "Between 60% and 70% of the run"),
+    "a spike that is over at the end": (THREE, SPIKES, 1e-4, CON, "Between 60 and 70 % of the run"),
     "NaN from the middle on": (THREE, NAN, None, DIV, "its loss is nan from step 50"),
     "an infinite loss, not skipped": ((0.0,), INF, None, DIV, "its loss is inf from step 50"),
     "no step moved": ((0.0,), UNMOVED, None, DIV, "no optimizer step changed the weights"),

@@ -121,7 +121,7 @@ def _judged(one: Candidate, request: Request) -> str:
     if metric is not None:
         found += f", {label} {metric[0]} (FP32 {metric[1]})"
     if loss is not None and (metric is None or (word == "divergent" and not cause)):
-        found += f", loss {loss[0]} (FP32 {loss[1]})"
+        found += f"{'. Mean final' if cause else ','} loss {loss[0]} (FP32 {loss[1]})"
     return found
 
 

@@ -339,8 +339,8 @@ def _quantized(
     ] + [(one.module, "bf16") for one in over if is_pattern(one.module)]
     left = math.sqrt(math.fsum(one.changes[format] ** 2 for one in lowered))
     note = (
-        f"{len(over)} of {len(found.modules)} linear layers stay in bf16, besides the head; the others together are "
-        f"expected to change the loss by {left:.2g}."
+        f"{len(over)} of {len(found.modules)} linear layers stay in bf16, besides the head; the {len(lowered)} in "
+        f"{format} together are expected to change the loss by {left:.2g} (root of the sum of squares)."
     )
     kept = [Kept(one.module, f"alone changes the loss by {one.changes[format]:.2g}") for one in over]
     return str(Policy(format, modules=tuple(modules))), kept, [note, *_notes([], kept)]

@@ -316,7 +316,7 @@ def _collapse(runs: Paired, learned: float) -> str:
             if not harm <= max(COLLAPSE_SHARE * size, COLLAPSE_SPREAD * spread):  # NaN counts as collapse
                 return (
                     f"With seed {k} its loss in the {what} is {end:.4g} (FP32 {ends[k]:.4g}): "
-                    f"it lost {harm / size:.0%} of what FP32 learned. FP32's own runs lie within {spread:.3g}."
+                    f"it lost {100 * harm / size:.0f} % of what FP32 learned. FP32's own runs lie within {spread:.3g}."
                 )
     return ""
 
@@ -340,6 +340,6 @@ def _departure(runs: Paired, margin: float) -> str:
         return ""
     window = int(over[0]) + count // 2
     return (
-        f"Between {window / count:.0%} and {(window + 1) / count:.0%} of the run the loss was higher than FP32's by "
-        f"{stack[1][over[0]].mean():.3g}, more than the margin, though not at the end"
+        f"Between {100 * window / count:.0f} and {100 * (window + 1) / count:.0f} % of the run the loss was higher "
+        f"than FP32's by {stack[1][over[0]].mean():.3g}, more than the margin, though not at the end"
     )
