@@ -212,6 +212,8 @@ def test_a_loss_that_never_changes_tells_nothing() -> None:
     flat = {k: RunResult(np.ones(STEPS), moved=STEPS) for k in range(3)}
     found = judge(flat, flat, {})
     assert (found.parity, found.cause) == (Parity.INCONCLUSIVE, CONSTANT)
+    worse = {k: replace(run, losses=run.losses + 1) for k, run in flat.items()}
+    assert judge(flat, worse, {}).parity is Parity.DIVERGENT
     measured = {k: replace(run, metric=98.0) for k, run in flat.items()}
     assert judge(measured, measured, {}).cause == ""
 

@@ -141,7 +141,7 @@ def _in_turns(request: Request, baseline: Mapping[int, FinishedRun]) -> list[str
     if request.metric or not others or len(run.losses) < len(run.updates):
         return []
     return [
-        "Optimizers step in turns. If they train against each other, as in a GAN, no loss measures quality: --metric"
+        "Optimizers step in turns. If they train against each other, as in a GAN, judge by --metric, not by losses."
     ]
 
 

@@ -112,9 +112,10 @@ def speed(pairs: Sequence[tuple[Floats, Floats]], perturbed: Sequence[Floats] = 
     middle = ratios.mean()
     measured = (np.median(times) for times in perturbed if len(times) >= FEWEST_STEPS)
     own = max((abs(np.log(np.median(usable[0][0]) / median)) for median in measured), default=0.0)
-    half = SINGLE_PAIR_FACTOR * own + math.hypot(*map(_error, usable[0]))
     if len(usable) > 1:
         half = max(paired_interval(ratios, CONFIDENCE)[1] - middle, 2 * own / math.sqrt(len(usable)))
+    else:
+        half = SINGLE_PAIR_FACTOR * own + math.hypot(*map(_error, usable[0]))
     low, high = middle - half, middle + half
     steps = sum(len(times) for _, times in usable)
     return Speed(float(np.exp(middle)), (float(np.exp(low)), float(np.exp(high))), steps)

@@ -93,7 +93,7 @@ class Verdict:
     differences: tuple[tuple[int, float, float | None, float | None], ...] = ()
     notes: tuple[str, ...] = ()
     cause: str = (
-        ""  # broken training, a worse earlier phase, or a run of another length, if that decided the word
+        ""  # what decided the word if not the final numbers: broken training, a worse earlier phase, ...
     )
     departed: str = ""  # harm in the second half, though not at the end, which alone forbids `equivalent`
 
@@ -162,7 +162,7 @@ def judge(
     departed = ""
     if cause:
         parity, reason = Parity.DIVERGENT, cause
-    elif metric is None and all(len(one.losses) > 1 and not np.ptp(one.losses) for one in baseline.values()):
+    elif parity is not Parity.DIVERGENT and metric is None and all(map(_is_flat, baseline.values())):
         cause = CONSTANT
         parity, reason = Parity.INCONCLUSIVE, f"{cause}. {reason}"
     elif parity in (Parity.EQUIVALENT, Parity.CONSISTENT) and (cause := _earlier_phase(runs, margins.loss)):
@@ -261,6 +261,10 @@ def _groups(runs: Runs) -> list[list[int]]:
         else:
             home.append(k)
     return groups
+
+
+def _is_flat(run: RunResult) -> bool:
+    return len(run.losses) > 1 and not np.ptp(run.losses)
 
 
 def _final_loss(runs: Paired, margin: float, phase: int = -1) -> tuple[Comparison, float]:

@@ -179,8 +179,11 @@ class MixedPrecision:
             params, masters = cast_parameters.former(weights, params, masters)
         stored = cast_parameters.stored(policy_of(precision), params, masters, state, device_type)
         asked, why = cast_parameters.with_stored_format(*stored, optimizer)
-        self.model, self.scheduler, self.accumulate = model, scheduler, accumulate
-        self.clip_norm, self.clip_value = clip_norm, clip_value
+        self.model = model
+        self.clip_norm = clip_norm
+        self.clip_value = clip_value
+        self.accumulate = accumulate
+        self.scheduler = scheduler
         low = asked.params != "fp32" or cast_parameters.stored_as(optimizer)[0] != "fp32"
         self._average = checks.averager(ema, low=low)
         self._averaged: tuple[int, ...] = ()  # what the count is if the loop updates the average, too
